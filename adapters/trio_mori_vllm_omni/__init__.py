@@ -1,0 +1,1 @@
+"""vllm-omni on trio_mori."""

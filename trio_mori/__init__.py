@@ -1,0 +1,1 @@
+"""Stage-to-stage transfer for multi-stage models, on structured concurrency."""

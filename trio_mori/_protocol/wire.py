@@ -1,0 +1,386 @@
+"""Messages between peers, and their encoding: the native dialect and the vllm-omni dialect.
+
+**Native.** Two frames: `MAGIC`, and a body that is `0xC1` followed by one msgpack array. No msgpack decoder accepts
+`0xC1`, and a stock sender decodes the last frame whatever came before it: it answers `trans_error`, which is how we
+learn what it is. A body is a `Hello`, a `Welcome`, a `VersionRange`, a `Stale`, or a batch of messages under one
+header: the receiver's session, the connection's generation, the sender's epoch. A batch whose header does not match
+changes nothing.
+
+**vllm-omni.** One request in flight per connection, two frames (an empty delimiter and a payload), answered in
+kind. Requests and answers are msgpack maps or one of four fixed byte strings.
+
+Decoding trusts nothing: a body is decoded straight into typed structs with bounded fields, and anything else raises
+`RemoteProtocolError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from .._errors import RemoteProtocolError
+
+MAGIC = b"\xc1trio-mori"
+VERSION = 1
+OLDEST_VERSION = 1
+
+# A message larger than this is refused before it is decoded. Skeletons above 32 KiB travel in the pool, so that
+# what remains is a heartbeat with all of a peer's open fetches (4096 ids of at most 9 bytes, three lists).
+MAX_BODY = 1 << 20
+
+Uint = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Ids = Annotated[list[Uint], msgspec.Meta(max_length=65536)]
+Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Key = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Blob = Annotated[bytes, msgspec.Meta(max_length=4096)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of the native messages; each subclass has a small integer as its tag."""
+
+
+class Offer(Message, frozen=True):
+    """An engine through which a peer's pool can be reached."""
+
+    name: Text
+    engine: Blob
+    memory: Blob
+
+
+class Deployment(Message, frozen=True):
+    """Who a connector is within its deployment; two of the same deployment may hand a port over (see `Yield`)."""
+
+    host: Text
+    stage: int
+    rank: int
+    replica: int
+    digest: Text
+
+
+# --- receiver to sender -----------------------------------------------------------------------------------
+
+
+class Fetch(Message, frozen=True, tag=1):
+    """I want this key. With a destination (`capacity` > 0) the sender may write as soon as it has it."""
+
+    id: Uint
+    key: Key
+    offset: Uint
+    capacity: Uint
+
+
+class Place(Message, frozen=True, tag=2):
+    """The destination of a fetch that was answered `Ready`."""
+
+    id: Uint
+    offset: Uint
+    capacity: Uint
+
+
+class Cancel(Message, frozen=True, tag=3):
+    """I no longer want these. Answered `Closed` when no write to their destinations is or will be under way."""
+
+    ids: Ids
+
+
+class Ack(Message, frozen=True, tag=4):
+    """These were delivered and taken: free them."""
+
+    ids: Ids
+
+
+class Nack(Message, frozen=True, tag=5):
+    """These were delivered but nobody took them: keep them for the next fetch. Answered `Closed`."""
+
+    ids: Ids
+
+
+class Heartbeat(Message, frozen=True, tag=6):
+    """I am alive, and of all fetches up to `highest` these are not over.
+
+    A delivered fetch that is in none of the lists was acknowledged; any other one was cancelled.
+    """
+
+    sequence: Uint
+    highest: Uint
+    open: Ids
+    unacknowledged: Ids
+    returning: Ids
+
+
+class Bye(Message, frozen=True, tag=7):
+    """The receiver closes: everything open is cancelled. Answered `Closed` for each write that had to end."""
+
+
+class Yield(Message, frozen=True, tag=8):
+    """An instance of the same deployment wants to send: hand the port over if you never put. Answered `Yielded`."""
+
+    deployment: Deployment
+
+
+# --- sender to receiver -----------------------------------------------------------------------------------
+
+
+class Done(Message, frozen=True, tag=16):
+    """The payload is in the destination. `header` describes it (see `trio_mori._payload`)."""
+
+    id: Uint
+    size: Uint
+    header: Annotated[bytes, msgspec.Meta(max_length=MAX_BODY)]
+
+
+class Ready(Message, frozen=True, tag=17):
+    """The payload is here and needs a destination of at least `size` bytes."""
+
+    id: Uint
+    size: Uint
+
+
+class Failed(Message, frozen=True, tag=18):
+    """The fetch is over without data. `settled`: no byte can still arrive in its destination."""
+
+    id: Uint
+    code: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    detail: Text
+    settled: bool
+
+
+class Closed(Message, frozen=True, tag=19):
+    """Answer to `Cancel` and `Nack`, and the end of a write that failed unsettled: the destinations are free."""
+
+    ids: Ids
+
+
+class Pulse(Message, frozen=True, tag=20):
+    """Answer to a heartbeat. `unknown`: open at the receiver but not known here; say them again."""
+
+    sequence: Uint
+    unknown: Ids
+
+
+class Leaving(Message, frozen=True, tag=21):
+    """The sender closes; every write has ended, except those into the fetches in `unsettled`. Answered `Bye`."""
+
+    unsettled: Ids
+
+
+class Yielded(Message, frozen=True, tag=22):
+    """Answer to `Yield`: the port is free now, or (`released` false) it is in use and stays so."""
+
+    released: bool
+
+
+# Reasons in `Failed.code`.
+EXPIRED = 1
+GONE = 2
+TRANSFER_FAILED = 3
+UNREACHABLE = 4  # the sender cannot write into the receiver's pool
+LIMIT = 5  # more fetches than the sender allows one peer
+
+ToSender = Fetch | Place | Cancel | Ack | Nack | Heartbeat | Bye | Yield
+ToReceiver = Done | Ready | Failed | Closed | Pulse | Leaving | Yielded
+
+# --- bodies -----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag=32):
+    """First message of a receiver on every connection."""
+
+    oldest: Uint
+    newest: Uint
+    session: Token
+    generation: Uint
+    heartbeat: float
+    offers: Annotated[list[Offer], msgspec.Meta(max_length=16)]
+    deployment: Deployment
+
+
+class Welcome(Message, frozen=True, tag=33):
+    """The sender's answer: its epoch, its engines, and which of the receiver's offers it will write through."""
+
+    version: Uint
+    session: Token
+    generation: Uint
+    epoch: Token
+    max_fetches: Uint
+    chosen: Text
+    offers: Annotated[list[Offer], msgspec.Meta(max_length=16)]
+    deployment: Deployment
+
+
+class VersionRange(Message, frozen=True, tag=34):
+    """Answer to a hello whose versions are all unknown here."""
+
+    oldest: Uint
+    newest: Uint
+
+
+class Stale(Message, frozen=True, tag=35):
+    """Answer to a batch whose header does not match: say hello again."""
+
+    session: Token
+    generation: Uint
+    epoch: Token
+
+
+class Mismatch(Message, frozen=True, tag=36):
+    """Answer to a hello: no engine in common. Names the sender's engines and says why each offer was refused."""
+
+    session: Token
+    generation: Uint
+    engines: Annotated[list[Text], msgspec.Meta(max_length=16)]
+    detail: Text
+
+
+class Requests(Message, frozen=True, tag=48):
+    """A batch from a receiver."""
+
+    session: Token
+    generation: Uint
+    epoch: Token
+    messages: Annotated[list[ToSender], msgspec.Meta(max_length=65536)]
+
+
+class Replies(Message, frozen=True, tag=49):
+    """A batch from a sender."""
+
+    session: Token
+    generation: Uint
+    epoch: Token
+    messages: Annotated[list[ToReceiver], msgspec.Meta(max_length=65536)]
+
+
+FromReceiver = Hello | Requests
+FromSender = Welcome | VersionRange | Stale | Mismatch | Replies
+
+_Body = TypeVar("_Body")
+_encoder = msgspec.msgpack.Encoder()
+_from_receiver: msgspec.msgpack.Decoder[FromReceiver] = msgspec.msgpack.Decoder(FromReceiver)
+_from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
+
+
+def encode(body: FromReceiver | FromSender) -> list[bytes]:
+    """The frames of one native message."""
+    return [MAGIC, b"\xc1" + _encoder.encode(body)]
+
+
+def is_native(frames: Sequence[bytes]) -> bool:
+    """Whether a message claims to be of the native dialect."""
+    return len(frames) == 2 and frames[0] == MAGIC
+
+
+def decode_from_receiver(frames: Sequence[bytes]) -> FromReceiver:
+    """Decode what a sender got from a receiver.
+
+    Raises:
+        RemoteProtocolError: not a well-formed message of this direction.
+    """
+    return _decode(frames, _from_receiver)
+
+
+def decode_from_sender(frames: Sequence[bytes]) -> FromSender:
+    """Decode what a receiver got from a sender.
+
+    Raises:
+        RemoteProtocolError: not a well-formed message of this direction.
+    """
+    return _decode(frames, _from_sender)
+
+
+def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[_Body]) -> _Body:
+    if not is_native(frames):
+        raise RemoteProtocolError(f"not a native message: {len(frames)} frames, the first is not {MAGIC!r}")
+    body = frames[1]
+    if len(body) > MAX_BODY or body[:1] != b"\xc1":
+        raise RemoteProtocolError(f"native message of {len(body)} bytes refused: over {MAX_BODY}, or not begun by 0xC1")
+    try:
+        return decoder.decode(memoryview(body)[1:])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed native message: {error}") from error
+
+
+# --- the vllm-omni dialect --------------------------------------------------------------------------------
+
+QUERY = b"query_info"
+NOT_FOUND = b"info_not_found"
+TRANSFER_DONE = b"trans_done"
+TRANSFER_ERROR = b"trans_error"
+
+
+class StockQuery(msgspec.Struct, frozen=True):
+    """How large is the payload of this key?"""
+
+    request_id: Key
+
+
+class StockPull(msgspec.Struct, frozen=True):
+    """Write the payload of this key to this place in my region."""
+
+    request_id: Key
+    engine_desc_packed: Blob
+    mem_desc_packed: Blob
+    dst_offset: Uint
+    length: Uint
+
+
+class StockFound(msgspec.Struct, frozen=True):
+    """Answer to a query."""
+
+    request_id: Key
+    data_size: Uint
+    is_fast_path: bool
+
+
+_stock_query = msgspec.msgpack.Decoder(StockQuery)
+_stock_pull = msgspec.msgpack.Decoder(StockPull)
+_stock_found = msgspec.msgpack.Decoder(StockFound)
+
+
+def decode_stock_request(frames: Sequence[bytes]) -> StockQuery | StockPull:
+    """Decode what a stock receiver's REQ socket sent (the routing frame already taken off).
+
+    Raises:
+        RemoteProtocolError: neither a query nor a pull.
+    """
+    if len(frames) != 2 or frames[0] != b"" or len(frames[1]) > MAX_BODY:
+        raise RemoteProtocolError(f"neither a native nor a vllm-omni request: {len(frames)} frames")
+    payload = frames[1]
+    try:
+        if payload.startswith(QUERY):
+            return _stock_query.decode(memoryview(payload)[len(QUERY) :])
+        return _stock_pull.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed vllm-omni request: {error}") from error
+
+
+def encode_stock_request(request: StockQuery | StockPull) -> list[bytes]:
+    """The frames of a request to a stock sender, as a REQ socket would send them."""
+    prefix = QUERY if isinstance(request, StockQuery) else b""
+    return [b"", prefix + _encoder.encode(request)]
+
+
+def encode_stock_answer(answer: bytes | StockFound) -> list[bytes]:
+    """The frames of an answer to a stock receiver."""
+    return [b"", answer if isinstance(answer, bytes) else _encoder.encode(answer)]
+
+
+def decode_stock_answer(frames: Sequence[bytes]) -> bytes | StockFound:
+    """Decode a stock sender's answer: one of the four fixed strings, or `StockFound`.
+
+    Raises:
+        RemoteProtocolError: none of these.
+    """
+    if len(frames) != 2 or frames[0] != b"":
+        raise RemoteProtocolError(f"not an answer of a vllm-omni sender: {len(frames)} frames")
+    payload = frames[1]
+    if payload in (NOT_FOUND, TRANSFER_DONE, TRANSFER_ERROR):
+        return payload
+    if len(payload) > MAX_BODY:
+        raise RemoteProtocolError(f"answer of {len(payload)} bytes refused: over {MAX_BODY}")
+    try:
+        return _stock_found.decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RemoteProtocolError(f"malformed answer of a vllm-omni sender: {error}") from error
