@@ -189,3 +189,7 @@ class ConnectorClosed(TrioMoriError):
 
 class LeaseError(TrioMoriError):
     """A lease was used after it ended, or ended while tensors taken from it are still alive."""
+
+
+class InternalError(TrioMoriError, AssertionError):
+    """A bug in trio_mori: its books do not agree. Nothing was changed; please report it with the message."""

@@ -64,44 +64,40 @@ class Deployment(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True, tag=1):
-    """I want this key. With a destination (`capacity` > 0) the sender may write as soon as it has it."""
+    """I want this key. With a destination (`capacity` > 0) the sender may write as soon as it has it.
+
+    Sent again, with the `round` of the last `Ready`, it brings the destination that was asked for; a destination
+    of an earlier round is void.
+    """
 
     id: Uint
     key: Key
+    round: Uint
     offset: Uint
     capacity: Uint
 
 
-class Place(Message, frozen=True, tag=2):
-    """The destination of a fetch that was answered `Ready`."""
+class Cancel(Message, frozen=True, tag=2):
+    """I do not want these, or not any more, whatever became of them: the payloads stay with you.
 
-    id: Uint
-    offset: Uint
-    capacity: Uint
-
-
-class Cancel(Message, frozen=True, tag=3):
-    """I no longer want these. Answered `Closed` when no write to their destinations is or will be under way."""
+    Answered `Closed` once no write to their destinations is or will be under way. It serves for a delivered fetch
+    that nobody took, too (a negative acknowledgement).
+    """
 
     ids: Ids
 
 
-class Ack(Message, frozen=True, tag=4):
+class Ack(Message, frozen=True, tag=3):
     """These were delivered and taken: free them."""
 
     ids: Ids
 
 
-class Nack(Message, frozen=True, tag=5):
-    """These were delivered but nobody took them: keep them for the next fetch. Answered `Closed`."""
-
-    ids: Ids
-
-
-class Heartbeat(Message, frozen=True, tag=6):
+class Heartbeat(Message, frozen=True, tag=4):
     """I am alive, and of all fetches up to `highest` these are not over.
 
-    A delivered fetch that is in none of the lists was acknowledged; any other one was cancelled.
+    A delivered fetch that is in none of the lists was acknowledged; any other one was cancelled. `returning` are
+    the cancelled ones whose `Closed` is outstanding.
     """
 
     sequence: Uint
@@ -111,11 +107,11 @@ class Heartbeat(Message, frozen=True, tag=6):
     returning: Ids
 
 
-class Bye(Message, frozen=True, tag=7):
-    """The receiver closes: everything open is cancelled. Answered `Closed` for each write that had to end."""
+class Bye(Message, frozen=True, tag=5):
+    """The receiver closes, after it has cancelled everything: forget the session."""
 
 
-class Yield(Message, frozen=True, tag=8):
+class Yield(Message, frozen=True, tag=6):
     """An instance of the same deployment wants to send: hand the port over if you never put. Answered `Yielded`."""
 
     deployment: Deployment
@@ -133,9 +129,10 @@ class Done(Message, frozen=True, tag=16):
 
 
 class Ready(Message, frozen=True, tag=17):
-    """The payload is here and needs a destination of at least `size` bytes."""
+    """The payload is here and needs a destination of at least `size` bytes; any earlier destination is void."""
 
     id: Uint
+    round: Uint
     size: Uint
 
 
@@ -149,7 +146,7 @@ class Failed(Message, frozen=True, tag=18):
 
 
 class Closed(Message, frozen=True, tag=19):
-    """Answer to `Cancel` and `Nack`, and the end of a write that failed unsettled: the destinations are free."""
+    """Answer to `Cancel`, and the end of a write that failed unsettled: the destinations are free."""
 
     ids: Ids
 
@@ -180,7 +177,7 @@ TRANSFER_FAILED = 3
 UNREACHABLE = 4  # the sender cannot write into the receiver's pool
 LIMIT = 5  # more fetches than the sender allows one peer
 
-ToSender = Fetch | Place | Cancel | Ack | Nack | Heartbeat | Bye | Yield
+ToSender = Fetch | Cancel | Ack | Heartbeat | Bye | Yield
 ToReceiver = Done | Ready | Failed | Closed | Pulse | Leaving | Yielded
 
 # --- bodies -----------------------------------------------------------------------------------------------
