@@ -1,0 +1,599 @@
+"""The receiver's book: what was asked of whom, where it may be written, and what arrived.
+
+Pure and synchronous. The shell calls a method for each thing that happened and then carries out what the book left:
+
+* `talking`: channels with messages in `Channel.outgoing`;
+* `waking`: interests that arrived or failed, for their callers.
+
+**What keeps memory safe.** A destination that was named to a sender is given back to the allocator only when that
+sender has said that no write to it is or will be under way (`Done`, a settled `Failed`, `Closed`, a new round, or
+`Leaving`), or when the sender's process is proven dead. A get that gives up changes nothing about that: its
+destination is in *quarantine* until then. A disconnect, silence and a restarted sender prove nothing; what a sender
+of an earlier epoch may still write to is kept under that epoch, until that process is fenced.
+
+**What keeps payloads from being lost.** Only `acknowledge` tells the sender that it may forget a payload. Whatever
+else becomes of an interest, it is listed in each heartbeat until the sender has confirmed that it has it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from math import inf
+
+import attrs
+
+from .._errors import InternalError, NoRoom, RemoteProtocolError, TooBig
+from . import wire
+from .entries import step
+from .extents import INBOUND, Extent, Extents, format_size
+from .keys import edge_of
+
+# The destination of the first fetches on an edge whose payloads' sizes are not known yet: a codec chunk or the hidden
+# states of a few tokens fit; a larger payload costs one more round trip, once.
+FIRST_CAPACITY = 64 * 1024
+
+# How many arrivals the "largest recent size" of an edge looks back, at least; at most twice as many.
+RECENT = 64
+
+# Reason of `Interest.failure` beside the codes of `wire.Failed`.
+PEER_LOST = 256
+TOO_BIG = 257
+MISMATCH = 258
+
+
+class State(Enum):
+    """How far an interest has come."""
+
+    POSTED = auto()  # asked for, with or without a destination
+    OFFERED = auto()  # the sender has it; room for it is awaited here
+    ARRIVED = auto()
+    TAKEN = auto()  # a caller reads it, not acknowledged yet
+    RETURNING = auto()  # given up; the sender has not confirmed yet, and may write to the destination if there is one
+    OVER = auto()
+
+
+class Cause(Enum):
+    """What happens to an interest."""
+
+    OFFER = auto()
+    PLACE = auto()  # room was found: asked again, with a destination
+    ARRIVE = auto()
+    TAKE = auto()
+    GIVE_BACK = auto()  # by the caller, or because it can never fit
+    FAIL = auto()  # the sender said so, and no byte can come
+    DOUBT = auto()  # the sender said so, but bytes may still come
+    ACKNOWLEDGE = auto()
+    CONFIRM = auto()  # the sender has it back
+    REPOST = auto()  # the sender is gone: ask its successor
+    VANISH = auto()  # the sender is gone, and nothing is owed
+
+
+INTEREST_TABLE: Mapping[tuple[State, Cause], State] = {
+    (State.POSTED, Cause.OFFER): State.OFFERED,
+    (State.POSTED, Cause.PLACE): State.POSTED,
+    (State.POSTED, Cause.ARRIVE): State.ARRIVED,
+    (State.POSTED, Cause.GIVE_BACK): State.RETURNING,
+    (State.POSTED, Cause.FAIL): State.OVER,
+    (State.POSTED, Cause.DOUBT): State.RETURNING,
+    (State.POSTED, Cause.REPOST): State.POSTED,
+    (State.POSTED, Cause.VANISH): State.OVER,
+    (State.OFFERED, Cause.OFFER): State.OFFERED,
+    (State.OFFERED, Cause.PLACE): State.POSTED,
+    (State.OFFERED, Cause.ARRIVE): State.ARRIVED,  # a payload without tensors needs no destination
+    (State.OFFERED, Cause.GIVE_BACK): State.RETURNING,
+    (State.OFFERED, Cause.FAIL): State.OVER,
+    (State.OFFERED, Cause.DOUBT): State.RETURNING,
+    (State.OFFERED, Cause.REPOST): State.POSTED,
+    (State.OFFERED, Cause.VANISH): State.OVER,
+    (State.ARRIVED, Cause.TAKE): State.TAKEN,
+    (State.ARRIVED, Cause.GIVE_BACK): State.RETURNING,
+    (State.ARRIVED, Cause.VANISH): State.OVER,
+    (State.TAKEN, Cause.ACKNOWLEDGE): State.OVER,
+    (State.TAKEN, Cause.GIVE_BACK): State.RETURNING,
+    (State.TAKEN, Cause.VANISH): State.OVER,
+    (State.RETURNING, Cause.ARRIVE): State.RETURNING,  # `Done` crossed the cancel: the destination is free
+    (State.RETURNING, Cause.FAIL): State.RETURNING,
+    (State.RETURNING, Cause.DOUBT): State.RETURNING,
+    (State.RETURNING, Cause.CONFIRM): State.OVER,
+    (State.RETURNING, Cause.VANISH): State.OVER,
+}
+
+
+@attrs.define(eq=False)
+class Interest:
+    """One wish for one key.
+
+    Attributes:
+        id: Rises per channel; names it on the wire.
+        round: Of the destination; see `wire.Fetch`.
+        extent: The destination that the sender was told, or where the payload lies.
+        preposted: Bytes that it holds of the room for destinations ahead of the data.
+        needed: Bytes that the sender asked for in its last `Ready`.
+        size, header: Of the payload that arrived.
+        failure: Why it failed: a code of `wire.Failed` or of this module, and the sender's words.
+        waiter: What the shell wakes.
+    """
+
+    channel: Channel
+    key: str
+    id: int
+    state: State = State.POSTED
+    round: int = 0
+    extent: Extent | None = None
+    preposted: int = 0
+    needed: int = 0
+    size: int = 0
+    header: bytes = b""
+    failure: tuple[int, str] | None = None
+    waiter: object = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether a caller that waits for it can stop waiting."""
+        return self.failure is not None or self.state in (State.ARRIVED, State.OVER)
+
+
+@attrs.define(eq=False)
+class Channel:
+    """Our session with one sender.
+
+    Attributes:
+        token: Our name for ourselves towards it.
+        generation: Of the connection; raised by the shell with each hello.
+        epoch: The sender's incarnation; None while none is known to live.
+        up: Whether a welcome came for this generation: only then something is said.
+        interests: All that are not over, by id.
+        ghosts: Destinations that senders of earlier epochs may still write to.
+        lost_since: When an established sender went away; `inf` while it is there or never was.
+    """
+
+    token: bytes
+    generation: int = 0
+    epoch: bytes | None = None
+    up: bool = False
+    next_id: int = 1
+    sequence: int = 0
+    interests: dict[int, Interest] = attrs.field(factory=dict)
+    ghosts: dict[bytes, list[Extent]] = attrs.field(factory=dict)
+    outgoing: list[wire.ToSender] = attrs.field(factory=list)
+    lost_since: float = inf
+
+
+@attrs.define
+class InboxCounters:
+    """What happened since the book was opened."""
+
+    posted: int = 0
+    arrived: int = 0
+    acknowledged: int = 0
+    given_back: int = 0
+    failed: int = 0
+    preposted_hits: int = 0
+
+
+@attrs.define
+class _Recent:
+    """The largest of the last payloads of an edge, by two windows."""
+
+    previous: int = 0
+    current: int = 0
+    count: int = 0
+
+    def add(self, size: int) -> None:
+        self.current = max(self.current, size)
+        self.count += 1
+        if self.count == RECENT:
+            self.previous, self.current, self.count = self.current, 0, 0
+
+    @property
+    def largest(self) -> int:
+        return max(self.previous, self.current)
+
+
+class Inbox:
+    """See the module's text.
+
+    Args:
+        extents: The pool's allocator.
+        prepost_limit: Bytes that destinations ahead of the data may hold together.
+        quarantine_limit: Bytes in quarantine at which new interests are refused.
+    """
+
+    def __init__(self, extents: Extents, *, prepost_limit: int, quarantine_limit: int) -> None:
+        self.counters = InboxCounters()
+        self.channels: dict[Channel, None] = {}
+        self.talking: dict[Channel, None] = {}
+        self.waking: list[Interest] = []
+        self._extents = extents
+        self._prepost_limit = prepost_limit
+        self._quarantine_limit = quarantine_limit
+        self._preposted = 0
+        self._recent: dict[str, _Recent] = {}
+        self._hungry: dict[Interest, None] = {}  # offered, and no room yet; first come, first served
+        self._leased: dict[Extent, None] = {}
+        self._returning: dict[Interest, None] = {}
+
+    # --- what callers do ----------------------------------------------------------------------------------
+
+    def open_channel(self, token: bytes) -> Channel:
+        """Begin to keep a book of one sender."""
+        channel = Channel(token)
+        self.channels[channel] = None
+        return channel
+
+    def post(self, channel: Channel, key: str) -> Interest:
+        """Ask for a full key; it is said as soon as the channel is up.
+
+        Raises:
+            NoRoom: too much of the pool is in quarantine.
+        """
+        quarantined = self.quarantined
+        if quarantined and quarantined >= self._quarantine_limit:
+            raise NoRoom(
+                f"get of {key!r} refused: {format_size(quarantined)} of the pool are held back (limit "
+                f"{format_size(self._quarantine_limit)}, quarantine_fraction), because silent peers may still "
+                "write there; they come back when those processes answer or exit",
+                size=0,
+                free=self._extents.free_bytes,
+                quarantined=quarantined,
+            )
+        interest = Interest(channel, key, channel.next_id)
+        channel.next_id += 1
+        channel.interests[interest.id] = interest
+        self.counters.posted += 1
+        if channel.up:
+            self._prepost(interest)
+            self._ask(interest)
+        return interest
+
+    def take(self, interest: Interest) -> None:
+        """A caller begins to read what arrived; end with `acknowledge` or `give_back`."""
+        self._move(interest, Cause.TAKE)
+
+    def acknowledge(self, interest: Interest) -> Extent | None:
+        """The caller has it: the sender may forget it. Its memory is the caller's until `release`."""
+        self._move(interest, Cause.ACKNOWLEDGE)
+        self._forget(interest)
+        self.counters.acknowledged += 1
+        if interest.channel.epoch is not None:
+            self._say(interest.channel, wire.Ack([interest.id]))
+        extent, interest.extent = interest.extent, None
+        if extent is not None:
+            self._leased[extent] = None
+        return extent
+
+    def release(self, extent: Extent) -> None:
+        """A caller is done with memory that it was given by `acknowledge`."""
+        del self._leased[extent]
+        self._extents.free(extent)
+
+    def hand_over(self, extent: Extent) -> None:
+        """Memory that a caller was given is somebody else's now, who frees it."""
+        del self._leased[extent]
+
+    def give_back(self, interest: Interest) -> None:
+        """The caller does not want it, whatever became of it; the payload stays with the sender."""
+        if interest.state in (State.RETURNING, State.OVER):
+            return
+        channel = interest.channel
+        if interest.state in (State.ARRIVED, State.TAKEN):
+            self.counters.given_back += 1
+            self._free_extent(interest)  # the write ended
+        if channel.epoch is None:
+            self._free_extent(interest)
+            self._vanish(interest)
+            return
+        self._move(interest, Cause.GIVE_BACK)
+        self._leave_queues(interest)
+        self._say(channel, wire.Cancel([interest.id]))
+
+    # --- the link -----------------------------------------------------------------------------------------
+
+    def welcome(self, channel: Channel, epoch: bytes) -> None:
+        """The sender answered our hello of the present generation: tell it everything that is open."""
+        if channel.epoch is not None and channel.epoch != epoch:
+            self._succeed(channel)
+        channel.epoch, channel.up, channel.lost_since = epoch, True, inf
+        channel.outgoing.clear()
+        for interest in list(channel.interests.values()):
+            if interest.state is State.POSTED:
+                if interest.extent is None:
+                    self._prepost(interest)
+                self._ask(interest)
+        self.heartbeat(channel)
+
+    def _succeed(self, channel: Channel) -> None:
+        """Another incarnation of the sender answers; the one before may still write."""
+        assert channel.epoch is not None
+        ghosts = channel.ghosts.setdefault(channel.epoch, [])
+        for interest in list(channel.interests.values()):
+            if interest.state in (State.POSTED, State.OFFERED, State.RETURNING):
+                if interest.extent is not None:
+                    ghosts.append(interest.extent)
+                    interest.extent = None
+                self._orphan(interest)
+        if not ghosts:
+            del channel.ghosts[channel.epoch]
+        channel.epoch = None
+
+    def _orphan(self, interest: Interest) -> None:
+        """Its sender is gone, and it holds no memory that was named to it any more."""
+        self._leave_queues(interest)
+        if interest.state is State.RETURNING:
+            self._vanish(interest)
+        elif interest.state in (State.POSTED, State.OFFERED):
+            self._move(interest, Cause.REPOST)
+            interest.round = 0
+
+    def disconnected(self, channel: Channel, now: float) -> None:
+        """The connection broke. Nothing is said until the next welcome; nothing else changes."""
+        channel.up = False
+        channel.outgoing.clear()
+        self.talking.pop(channel, None)
+        if channel.epoch is not None:
+            channel.lost_since = min(channel.lost_since, now)
+
+    def fenced(self, channel: Channel, epoch: bytes, now: float) -> None:
+        """The sender of that epoch is proven dead: no byte of it can come any more."""
+        for extent in channel.ghosts.pop(epoch, []):
+            self._extents.free(extent)
+        if channel.epoch == epoch:
+            self._lose(channel, frozenset(), now)
+
+    def _lose(self, channel: Channel, unsettled: frozenset[int], now: float) -> None:
+        assert channel.epoch is not None
+        for interest in list(channel.interests.values()):
+            if interest.state not in (State.POSTED, State.OFFERED, State.RETURNING):
+                continue
+            if interest.id in unsettled and interest.extent is not None:
+                channel.ghosts.setdefault(channel.epoch, []).append(interest.extent)
+                interest.extent = None
+            self._free_extent(interest)
+            self._orphan(interest)
+        self.disconnected(channel, now)
+        channel.epoch = None
+
+    def fail_all(self, channel: Channel, code: int, detail: str) -> None:
+        """Nothing can come by this channel for now: tell every caller that waits."""
+        for interest in list(channel.interests.values()):
+            if interest.state not in (State.POSTED, State.OFFERED):
+                continue
+            self._fail(interest, code, detail)
+            if channel.epoch is None:
+                self._free_extent(interest)
+                self._vanish(interest)
+            else:
+                self._move(interest, Cause.GIVE_BACK)
+                self._leave_queues(interest)
+                self._say(channel, wire.Cancel([interest.id]))
+
+    def heartbeat(self, channel: Channel) -> None:
+        """Say that we live, and which interests are not over."""
+        channel.sequence += 1
+        lists: dict[State, list[int]] = {state: [] for state in State}
+        for interest in channel.interests.values():
+            lists[interest.state].append(interest.id)
+        self._say(
+            channel,
+            wire.Heartbeat(
+                channel.sequence,
+                channel.next_id - 1,
+                lists[State.POSTED] + lists[State.OFFERED],
+                lists[State.ARRIVED] + lists[State.TAKEN],
+                lists[State.RETURNING],
+            ),
+        )
+
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def on_message(self, channel: Channel, message: wire.ToReceiver, now: float) -> None:
+        """A message of the sender arrived, with the right session, generation and epoch.
+
+        Raises:
+            RemoteProtocolError: it says what cannot be; nothing was changed.
+        """
+        if isinstance(message, wire.Done):
+            self._on_done(channel, message)
+        elif isinstance(message, wire.Ready):
+            self._on_ready(channel, message)
+        elif isinstance(message, wire.Failed):
+            self._on_failed(channel, message)
+        elif isinstance(message, wire.Closed):
+            for fetch_id in message.ids:
+                self._on_closed(channel, fetch_id)
+        elif isinstance(message, wire.Pulse):
+            for fetch_id in message.unknown:
+                interest = channel.interests.get(fetch_id)
+                if interest is not None and interest.state is State.POSTED:
+                    self._ask(interest)
+        elif isinstance(message, wire.Leaving):
+            self._lose(channel, frozenset(message.unsettled), now)
+
+    def _on_done(self, channel: Channel, message: wire.Done) -> None:
+        interest = channel.interests.get(message.id)
+        if interest is None or interest.state in (State.ARRIVED, State.TAKEN):
+            return
+        capacity = 0 if interest.extent is None else interest.extent.size
+        if interest.state is not State.RETURNING and message.size > capacity:
+            raise RemoteProtocolError(
+                f"the sender says it wrote {message.size} bytes of {interest.key!r} into a destination of {capacity}"
+            )
+        self._move(interest, Cause.ARRIVE)
+        self._leave_queues(interest)
+        if interest.state is State.RETURNING:
+            self._free_extent(interest)  # the cancel is on its way; `Closed` will confirm it
+            return
+        interest.size, interest.header = message.size, message.header
+        self.counters.arrived += 1
+        recent = self._recent.get(edge_of(interest.key))
+        if recent is None:
+            recent = self._recent[edge_of(interest.key)] = _Recent()
+        recent.add(message.size)
+        self.waking.append(interest)
+
+    def _on_ready(self, channel: Channel, message: wire.Ready) -> None:
+        interest = channel.interests.get(message.id)
+        if interest is None or interest.state not in (State.POSTED, State.OFFERED):
+            return
+        if message.round <= interest.round:
+            if message.round == interest.round and interest.extent is not None:
+                self._ask(interest)  # what we said was lost, or it crossed
+            return
+        interest.round, interest.needed = message.round, message.size
+        if interest.extent is not None and interest.extent.size >= message.size:
+            self._move(interest, Cause.PLACE)
+            self._ask(interest)
+            return
+        self._leave_queues(interest)
+        self._free_extent(interest)  # void by the new round
+        self._move(interest, Cause.OFFER)
+        self._hungry[interest] = None
+        self.find_room()
+
+    def _on_failed(self, channel: Channel, message: wire.Failed) -> None:
+        interest = channel.interests.get(message.id)
+        if interest is None or interest.state in (State.ARRIVED, State.TAKEN):
+            return
+        if interest.state is not State.RETURNING:
+            self._fail(interest, message.code, message.detail)
+        cause = Cause.FAIL if message.settled else Cause.DOUBT
+        self._move(interest, cause)
+        self._leave_queues(interest)
+        if message.settled:
+            self._free_extent(interest)
+        if interest.state is State.OVER:
+            self._forget(interest)
+            self._say(channel, wire.Ack([interest.id]))
+
+    def _on_closed(self, channel: Channel, fetch_id: int) -> None:
+        interest = channel.interests.get(fetch_id)
+        if interest is None or interest.state is not State.RETURNING:
+            return
+        self._move(interest, Cause.CONFIRM)
+        self._free_extent(interest)
+        self._forget(interest)
+
+    # --- room ---------------------------------------------------------------------------------------------
+
+    def find_room(self) -> None:
+        """Place offered payloads while there is room, in the order in which they were offered."""
+        for interest in list(self._hungry):
+            try:
+                interest.extent = self._extents.allocate(interest.needed, INBOUND)
+            except NoRoom:
+                return
+            except TooBig as error:
+                self._fail(interest, TOO_BIG, str(error))
+                self.give_back(interest)
+                continue
+            del self._hungry[interest]
+            self._move(interest, Cause.PLACE)
+            self._ask(interest)
+
+    @property
+    def hungry(self) -> int:
+        """How many payloads wait at their senders for room here."""
+        return len(self._hungry)
+
+    def _prepost(self, interest: Interest) -> None:
+        """Choose a destination ahead of the data, if that leaves enough room for data that is there."""
+        recent = self._recent.get(edge_of(interest.key))
+        size = FIRST_CAPACITY if recent is None else recent.largest
+        if self._preposted + size > self._prepost_limit:
+            return
+        try:
+            interest.extent = self._extents.allocate(size, INBOUND)
+        except (NoRoom, TooBig):
+            return
+        interest.preposted = interest.extent.size
+        self._preposted += interest.preposted
+
+    def _leave_queues(self, interest: Interest) -> None:
+        self._hungry.pop(interest, None)
+        self._preposted -= interest.preposted
+        interest.preposted = 0
+
+    def _free_extent(self, interest: Interest) -> None:
+        if interest.extent is not None:
+            extent, interest.extent = interest.extent, None
+            self._extents.free(extent)
+
+    # --- small steps --------------------------------------------------------------------------------------
+
+    def _move(self, interest: Interest, cause: Cause) -> None:
+        interest.state = step(INTEREST_TABLE, interest.state, cause)
+        if interest.state is State.RETURNING:
+            self._returning[interest] = None
+        else:
+            self._returning.pop(interest, None)
+
+    def _ask(self, interest: Interest) -> None:
+        extent = interest.extent
+        offset, capacity = (0, 0) if extent is None else (extent.offset, extent.size)
+        self._say(interest.channel, wire.Fetch(interest.id, interest.key, interest.round, offset, capacity))
+
+    def _fail(self, interest: Interest, code: int, detail: str) -> None:
+        self.counters.failed += 1
+        interest.failure = (code, detail)
+        self.waking.append(interest)
+
+    def _vanish(self, interest: Interest) -> None:
+        self._move(interest, Cause.VANISH)
+        self._forget(interest)
+
+    def _forget(self, interest: Interest) -> None:
+        self._leave_queues(interest)
+        interest.channel.interests.pop(interest.id, None)
+
+    def _say(self, channel: Channel, message: wire.ToSender) -> None:
+        if channel.up:
+            channel.outgoing.append(message)
+            self.talking[channel] = None
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, int]:
+        """Bytes of the pool by what they are held for."""
+        total = {"posted": 0, "arrived": 0, "leased": sum(e.size for e in self._leased), "quarantined": 0}
+        for channel in self.channels:
+            for interest in channel.interests.values():
+                if interest.extent is not None:
+                    total[_HELD_AS[interest.state]] += interest.extent.size
+            total["quarantined"] += sum(e.size for extents in channel.ghosts.values() for e in extents)
+        return total
+
+    @property
+    def quarantined(self) -> int:
+        """Bytes that a peer may still write to although nobody waits for them."""
+        returning = sum(i.extent.size for i in self._returning if i.extent is not None)
+        ghosts = sum(e.size for channel in self.channels for extents in channel.ghosts.values() for e in extents)
+        return returning + ghosts
+
+    def live_extents(self) -> list[Extent]:
+        """Every extent that the book holds, for checks."""
+        extents = list(self._leased)
+        for channel in self.channels:
+            extents += [i.extent for i in channel.interests.values() if i.extent is not None]
+            extents += [e for ghosts in channel.ghosts.values() for e in ghosts]
+        return extents
+
+    def close_channel(self, channel: Channel) -> None:
+        """Forget a sender to which nothing is owed.
+
+        Raises:
+            InternalError: destinations named to it are not free.
+        """
+        if channel.ghosts or any(i.extent is not None for i in channel.interests.values()):
+            raise InternalError("a channel was closed while its sender may still write")
+        del self.channels[channel]
+        self.talking.pop(channel, None)
+
+
+_HELD_AS = {
+    State.POSTED: "posted",
+    State.OFFERED: "posted",
+    State.ARRIVED: "arrived",
+    State.TAKEN: "leased",
+    State.RETURNING: "quarantined",
+}

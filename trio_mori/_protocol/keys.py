@@ -1,0 +1,36 @@
+"""How keys are spelled: one place, for both ends and for clean-up."""
+
+from __future__ import annotations
+
+import re
+
+_CHUNK = re.compile(
+    r"(?P<request>.+)_(?P<stage>[^_@]+)_(?P<number>\d+)@(?P<source>[^@]*)_(?P<target>[^_@]*)", re.DOTALL
+)
+
+
+def full_key(key: str, from_stage: str, to_stage: str) -> str:
+    """The key on the wire: ``{key}@{from_stage}_{to_stage}``, as vllm-omni spells it."""
+    return f"{key}@{from_stage}_{to_stage}"
+
+
+def chunk_key(request_id: str, stage: str, number: int) -> str:
+    """The key of a request's chunk, before the edge is added: ``{request}_{stage}_{n}``."""
+    return f"{request_id}_{stage}_{number}"
+
+
+def edge_of(key: str) -> str:
+    """The edge of a full key, ``{from}_{to}``; empty when it has none."""
+    return key.rpartition("@")[2] if "@" in key else ""
+
+
+def chunk_owner(key: str) -> str | None:
+    """The request whose chunk a full key is, or None when it is not spelled like one.
+
+    The stage inside the key must be the edge's first stage; so ``req-1_extra_0_0@0_1`` belongs to ``req-1_extra``
+    and to no ``req-1``.
+    """
+    match = _CHUNK.fullmatch(key)
+    if match is None or match["stage"] != match["source"]:
+        return None
+    return match["request"]

@@ -1,0 +1,631 @@
+"""The sender's book: who asked for which payload, and what may be done with it.
+
+Pure and synchronous. The shell calls a method for each thing that happened (a put, a message, the end of a write,
+a deadline) and then carries out what the book left for it:
+
+* `starting`: writes to start, each ended later by `write_ended`;
+* `talking`: sessions with messages in `Session.outgoing`;
+* `answers`: replies to stock callers.
+
+**What keeps memory safe.** A write pins its entry from the moment its ticket is made, and a pinned entry's extent is
+not given back. A ticket ends in `write_ended` (the engine says that no byte moves any more); or, when the engine
+could not say that, with the proven death of the receiver's process. A write that runs out of time is failed to its
+receiver and stays pinned.
+
+**What keeps payloads from being lost.** A delivered entry is freed by an acknowledgement, or by a heartbeat that no
+longer lists its fetch: both mean that the receiver took it. Everything else (a cancel, silence, the end of the
+receiver) publishes it again.
+
+**Why every answer can be repeated.** A fetch's record stays until the receiver says that its id is over, so that a
+copy of a fetch, or a heartbeat that still lists it, is answered with what was said before.
+
+**Why a destination is never written to twice.** A destination belongs to one round of one fetch. `Ready` begins a new
+round and voids it; so does a lapse. A fetch that is sent again brings a destination only for the round that waits
+for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import inf
+
+import attrs
+
+from .._errors import KeyBusy, NoRoom, TransferFailed
+from . import wire
+from .entries import (
+    ENTRY_TABLE,
+    WANT_TABLE,
+    Course,
+    Encoding,
+    Entry,
+    Event,
+    Fetch,
+    Phase,
+    Session,
+    Step,
+    StockCaller,
+    Ticket,
+    Want,
+    step,
+)
+from .extents import Extent, Extents
+from .shelf import Shelf
+
+# Cancels of ids that we do not know (they overtook their fetch) are remembered until the next heartbeat. A peer that
+# sends more than this between two heartbeats is not answered until then.
+MAX_CLOSED = 65536
+
+
+@attrs.define
+class Counters:
+    """What happened since the book was opened."""
+
+    puts: int = 0
+    replaced: int = 0
+    delivered: int = 0
+    acknowledged: int = 0
+    returned: int = 0
+    expired: int = 0
+    cleaned: int = 0
+    failed_writes: int = 0
+    overdue_writes: int = 0
+    stock_delivered: int = 0
+    refused_pulls: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class OutboxLimits:
+    """The sender's configuration, in seconds and counts."""
+
+    ttl: float
+    acknowledge_timeout: float
+    transfer_timeout: Callable[[int], float]
+    max_fetches: int
+    max_sessions: int
+    stock_keep: float
+
+
+class Outbox:
+    """See the module's text."""
+
+    def __init__(self, extents: Extents, limits: OutboxLimits) -> None:
+        self.limits = limits
+        self.shelf = Shelf(extents, limits.ttl)
+        self.counters = Counters()
+        self.sessions: dict[bytes, Session] = {}
+        self.tickets: dict[Ticket, None] = {}
+        self.starting: list[Ticket] = []
+        self.talking: dict[Session, None] = {}
+        self.answers: list[tuple[StockCaller, bytes]] = []
+        # The earliest deadline that was set since `next_deadline` was last asked: whoever sleeps longer is woken.
+        self.alarm = inf
+        self._closing = False
+        self._interests: dict[str, dict[Fetch, None]] = {}
+        self._callers: dict[bytes, StockCaller] = {}
+
+    # --- puts ---------------------------------------------------------------------------------------------
+
+    def stage(self, key: str, extent: Extent) -> Entry:
+        """Take over an extent for a put that is under way; end it with `publish` or `unstage`."""
+        return self.shelf.stage(key, extent)
+
+    def unstage(self, entry: Entry) -> None:
+        """The put failed or was cancelled: the extent is free again."""
+        self.shelf.drop(entry)
+
+    def publish(self, entry: Entry, *, header: bytes, size: int, is_raw: bool, now: float) -> None:
+        """File a staged entry under its key; the newest wins.
+
+        Raises:
+            KeyBusy: the key's payload is being transferred; the new one is gone without a trace.
+        """
+        try:
+            self.shelf.check_free(entry.key)
+        except KeyBusy:
+            self.shelf.drop(entry)
+            raise
+        current = self.shelf.find(entry.key)
+        entry.header, entry.size, entry.is_raw = header, size, is_raw
+        self.shelf.file(entry, now)
+        self.alarm = min(self.alarm, entry.expires_at)
+        self.counters.puts += 1
+        if current is not None:
+            self.counters.replaced += 1
+            # A delivered one lives on under its fetch only; any other makes place.
+            if current.phase is not Phase.DELIVERED:
+                if isinstance(current.holder, Fetch):
+                    self._requeue(current.holder)
+                self.shelf.drop(current)
+        self._match(entry)
+
+    def cleanup(self, entries: Iterable[Entry]) -> int:
+        """Drop entries, and let the next fetch of each know. Returns how many there were."""
+        dropped = [e for e in entries if e.phase is not Phase.DYING]
+        for entry in dropped:
+            self._give_up(entry, wire.GONE, "the sender cleaned it up")
+        self.counters.cleaned += len(dropped)
+        return len(dropped)
+
+    def _give_up(self, entry: Entry, code: int, detail: str) -> None:
+        holder = entry.holder
+        if entry.phase is Phase.PUBLISHED:
+            self.shelf.bury(entry.key, code)
+        elif isinstance(holder, Fetch) and holder.state is Want.OFFERED:
+            self._fail(holder, code, detail, settled=True)
+        elif isinstance(holder, Fetch) and holder.state is Want.DELIVERED:
+            holder.lost = code
+        self.shelf.drop(entry)
+
+    # --- receivers' sessions ------------------------------------------------------------------------------
+
+    def open_session(
+        self, token: bytes, generation: int, *, region_size: int, handle: object, now: float
+    ) -> Session | None:
+        """A hello came: a new session, or a new connection of one. None: an old hello, which changes nothing.
+
+        Raises:
+            NoRoom: too many receivers, and none of them can be forgotten.
+        """
+        session = self.sessions.get(token)
+        if session is None:
+            if len(self.sessions) >= self.limits.max_sessions:
+                self._evict()
+            session = self.sessions[token] = Session(token, generation, region_size, handle, now)
+            self.alarm = min(self.alarm, now + self.limits.acknowledge_timeout)
+            return session
+        if generation < session.generation:
+            return None
+        session.generation, session.handle = generation, handle
+        session.last_heard, session.connected = now, True
+        # What was not taken yet is said again when the receiver repeats its fetches.
+        session.outgoing.clear()
+        self.alarm = min(self.alarm, now + self.limits.acknowledge_timeout)
+        return session
+
+    def _evict(self) -> None:
+        for session in self.sessions.values():
+            if not session.connected and not any(self._has_write(f) for f in session.fetches.values()):
+                self.bye(session)
+                return
+        limit = self.limits.max_sessions
+        raise NoRoom(f"{limit} receivers are connected, which is the most (max_peers)", size=1, free=0)
+
+    def disconnected(self, session: Session) -> None:
+        """Its link broke. Writes under way go on; none is started until it is back."""
+        session.connected = False
+        self.alarm = min(self.alarm, session.last_heard + self.limits.acknowledge_timeout)
+
+    def bye(self, session: Session) -> None:
+        """It closed, or is forgotten: what it had and did not acknowledge goes to others."""
+        for fetch in list(session.fetches.values()):
+            self._withdraw(fetch)
+        session.connected = False
+        session.outgoing.clear()
+        self.talking.pop(session, None)
+        if self.sessions.get(session.token) is session:
+            del self.sessions[session.token]
+
+    def fenced(self, session: Session, now: float) -> None:
+        """Its process is proven dead: as `bye`, and writes that the engine gave up on are over, too.
+
+        What such a write may still do, it does to memory that no longer exists.
+        """
+        self.bye(session)
+        for ticket in [t for t in self.tickets if t.course is Course.UNSETTLED]:
+            if isinstance(ticket.holder, Fetch) and ticket.holder.session is session:
+                self._end(ticket, now, None)
+
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def on_message(
+        self, session: Session, message: wire.Fetch | wire.Cancel | wire.Ack | wire.Heartbeat, now: float
+    ) -> None:
+        """A message of a session arrived, with the right generation and epoch."""
+        session.last_heard = now
+        if not session.connected:
+            self._revive(session)
+        if isinstance(message, wire.Fetch):
+            self._on_fetch(session, message)
+        elif isinstance(message, wire.Ack):
+            for fetch_id in message.ids:
+                self._on_ack(session, fetch_id)
+        elif isinstance(message, wire.Cancel):
+            for fetch_id in message.ids:
+                self._on_cancel(session, fetch_id)
+        else:
+            self._on_heartbeat(session, message)
+
+    def _revive(self, session: Session) -> None:
+        session.connected = True
+        self.alarm = min(self.alarm, session.last_heard + self.limits.acknowledge_timeout)
+        for fetch in list(session.fetches.values()):
+            if fetch.state is Want.WAITING:
+                self._look_for(fetch)
+
+    def _on_fetch(self, session: Session, message: wire.Fetch) -> None:
+        fetch = session.fetches.get(message.id)
+        if fetch is not None:
+            self._on_repeated_fetch(fetch, message)
+            return
+        if not session.may_start(message.id):
+            return
+        if len(session.fetches) >= self.limits.max_fetches:
+            detail = (
+                f"{self.limits.max_fetches} fetches of one receiver are open, which is the most (max_fetches_per_peer)"
+            )
+            self._say(session, wire.Failed(message.id, wire.LIMIT, detail, True))
+            return
+        fetch = Fetch(session, message.id, message.key, message.round, message.offset, message.capacity)
+        session.fetches[fetch.id] = fetch
+        if not self._destination_allowed(fetch):
+            return
+        reason = self.shelf.exhume(fetch.key)
+        if reason:
+            self._fail(fetch, reason, "", settled=True)
+            return
+        self._interests.setdefault(fetch.key, {})[fetch] = None
+        self._look_for(fetch)
+
+    def _on_repeated_fetch(self, fetch: Fetch, message: wire.Fetch) -> None:
+        awaited = fetch.state in (Want.WAITING, Want.OFFERED) and fetch.capacity == 0
+        if awaited and message.round == fetch.round and message.capacity:
+            fetch.offset, fetch.capacity = message.offset, message.capacity
+            if not self._destination_allowed(fetch):
+                return
+            if fetch.entry is not None:
+                self._serve(fetch, fetch.entry)
+                return
+        self._repeat(fetch)
+
+    def _destination_allowed(self, fetch: Fetch) -> bool:
+        limit, entry = fetch.session.region_size, fetch.entry
+        if fetch.offset + fetch.capacity <= limit:
+            return True
+        detail = f"destination {fetch.offset}+{fetch.capacity} is past the {limit} bytes of the receiver's pool"
+        self._fail(fetch, wire.TRANSFER_FAILED, detail, settled=True)
+        if entry is not None:
+            self._release(entry)
+        return False
+
+    def _on_cancel(self, session: Session, fetch_id: int) -> None:
+        fetch = session.fetches.get(fetch_id)
+        if fetch is not None:
+            self._withdraw(fetch)
+            if fetch_id in session.fetches:
+                return  # answered when the write ends
+        elif len(session.closed) < MAX_CLOSED:
+            session.close(fetch_id)
+        else:
+            return
+        self._say(session, wire.Closed([fetch_id]))
+
+    def _on_ack(self, session: Session, fetch_id: int) -> None:
+        fetch = session.fetches.get(fetch_id)
+        if fetch is None:
+            return
+        if fetch.given is not None:
+            self._acknowledge(fetch)
+        elif fetch.state is Want.FAILED and not self._has_write(fetch):
+            session.close(fetch_id)
+
+    def _on_heartbeat(self, session: Session, message: wire.Heartbeat) -> None:
+        if message.sequence <= session.sequence:
+            return
+        listed = frozenset(message.open).union(message.unacknowledged, message.returning)
+        session.judge(message.sequence, message.highest, listed)
+        for fetch in [f for f in session.fetches.values() if f.id <= message.highest and f.id not in listed]:
+            if fetch.given is not None:
+                self._acknowledge(fetch)
+            else:
+                self._withdraw(fetch)
+        for fetch_id in message.returning:
+            self._on_cancel(session, fetch_id)
+        unknown: list[int] = []
+        for fetch_id in message.open:
+            if fetch_id in session.fetches:
+                self._repeat(session.fetches[fetch_id])
+            elif session.may_start(fetch_id):
+                unknown.append(fetch_id)
+        self._say(session, wire.Pulse(message.sequence, unknown))
+
+    def _repeat(self, fetch: Fetch) -> None:
+        """The receiver still waits for this one: say again what it was last told."""
+        entry = fetch.entry
+        if fetch.state is Want.DELIVERED and entry is not None:
+            self._say(fetch.session, wire.Done(fetch.id, entry.size, entry.header))
+        elif fetch.state is Want.OFFERED and entry is not None:
+            self._say(fetch.session, wire.Ready(fetch.id, fetch.round, entry.size))
+        elif fetch.failure is not None:
+            self._say(fetch.session, fetch.failure)
+        elif fetch.state is Want.WAITING:
+            self._look_for(fetch)
+        elif fetch.state is Want.LAPSED:
+            # Its `Done` was lost, or is still on its way: only a new round may be written to.
+            fetch.round, fetch.capacity = fetch.round + 1, 0
+            self._requeue(fetch)
+            self._look_for(fetch)
+
+    # --- from interest to write ---------------------------------------------------------------------------
+
+    def _look_for(self, fetch: Fetch) -> None:
+        entry = self.shelf.find(fetch.key)
+        if entry is not None:
+            self._match(entry)
+
+    def _match(self, entry: Entry) -> None:
+        """Give a published entry to the first live fetch of its key."""
+        queue = self._interests.get(entry.key)
+        if queue is None or entry.phase is not Phase.PUBLISHED or self._closing:
+            return
+        fetch = next((f for f in queue if f.session.connected), None)
+        if fetch is None:
+            return
+        self._leave_queue(fetch)
+        entry.phase = step(ENTRY_TABLE, entry.phase, Event.CLAIM)
+        entry.holder, fetch.entry = fetch, entry
+        self._serve(fetch, entry)
+
+    def _serve(self, fetch: Fetch, entry: Entry) -> None:
+        if fetch.capacity >= entry.size:
+            fetch.state = step(WANT_TABLE, fetch.state, Step.BEGIN)
+            fetch.given = None
+            self._start(Ticket(entry, fetch, entry.extent.offset, fetch.offset, entry.size))
+        else:
+            # From here on the old destination is void: the receiver may free it as soon as it reads this.
+            fetch.state = step(WANT_TABLE, fetch.state, Step.OFFER)
+            fetch.round, fetch.capacity = fetch.round + 1, 0
+            self._say(fetch.session, wire.Ready(fetch.id, fetch.round, entry.size))
+
+    def _start(self, ticket: Ticket) -> None:
+        ticket.entry.pins += 1
+        self.tickets[ticket] = None
+        self.starting.append(ticket)
+
+    def watch(self, ticket: Ticket, now: float) -> None:
+        """A write did not end at once: from now on its time runs."""
+        ticket.deadline = now + self.limits.transfer_timeout(ticket.size)
+        self.alarm = min(self.alarm, ticket.deadline)
+
+    def write_ended(self, ticket: Ticket, now: float, error: TransferFailed | None = None) -> None:
+        """The engine is done with a write: no byte of it moves any more, unless the error is not settled."""
+        if error is not None:
+            self.counters.failed_writes += 1
+        if error is not None and not error.settled:
+            self._tell_failed(ticket, Course.UNSETTLED, str(error))
+        else:
+            self._end(ticket, now, None if error is None else str(error))
+
+    def _tell_failed(self, ticket: Ticket, course: Course, why: str) -> None:
+        """Fail a write to its receiver that may still move bytes; source and destination stay out of use."""
+        told = ticket.course is not Course.RUNNING
+        ticket.course = course
+        holder, entry = ticket.holder, ticket.entry
+        if told:
+            return
+        if isinstance(holder, StockCaller):
+            self._answer(holder, wire.TRANSFER_ERROR)
+        elif holder.state is Want.WRITING:
+            self._fail(holder, wire.TRANSFER_FAILED, why, settled=False)
+        if entry.phase is Phase.CLAIMED and entry.holder is holder:
+            self._release(entry)
+
+    def _end(self, ticket: Ticket, now: float, error: str | None) -> None:
+        del self.tickets[ticket]
+        entry, holder = ticket.entry, ticket.holder
+        entry.pins -= 1
+        if isinstance(holder, StockCaller):
+            self._end_pull(ticket, holder, now, error)
+        elif holder.state is not Want.WRITING:
+            # It was cancelled, or told of a failure while bytes might still move: now they do not.
+            holder.session.close(holder.id)
+            self._say(holder.session, wire.Closed([holder.id]))
+        elif error is not None:
+            self._fail(holder, wire.TRANSFER_FAILED, error, settled=True)
+        elif entry.phase is Phase.DYING:
+            self._fail(holder, wire.GONE, "the sender cleaned it up", settled=True)
+        else:
+            holder.state = step(WANT_TABLE, holder.state, Step.DELIVER)
+            holder.given = entry
+            entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
+            self.counters.delivered += 1
+            self._say(holder.session, wire.Done(holder.id, entry.size, entry.header))
+        if entry.phase is Phase.DYING and not entry.pins:
+            self.shelf.free(entry, Event.SETTLE)
+        elif entry.phase is Phase.CLAIMED and entry.holder is holder:
+            self._release(entry)
+        self.alarm = min(self.alarm, entry.expires_at)
+
+    def _release(self, entry: Entry) -> None:
+        """Nobody has it any more: publish it again, unless a newer one took its key."""
+        entry.holder = None
+        if self.shelf.find(entry.key) is not entry:
+            self.shelf.drop(entry)
+            return
+        entry.phase = step(ENTRY_TABLE, entry.phase, Event.RELEASE)
+        self.alarm = min(self.alarm, entry.expires_at)
+        self._match(entry)
+
+    # --- how fetches end ----------------------------------------------------------------------------------
+
+    def _requeue(self, fetch: Fetch) -> None:
+        """Its payload was replaced or went to others before it had it: first in the queue again."""
+        fetch.state = step(WANT_TABLE, fetch.state, Step.REQUEUE)
+        fetch.entry = None
+        self._interests[fetch.key] = {fetch: None, **self._interests.get(fetch.key, {})}
+
+    def _withdraw(self, fetch: Fetch) -> None:
+        """The receiver does not want it: over now, or when the write that is under way has ended."""
+        if fetch.state is Want.WITHDRAWN:
+            return
+        if self._has_write(fetch):
+            fetch.state = step(WANT_TABLE, fetch.state, Step.WITHDRAW)
+            return
+        self._leave_queue(fetch)
+        fetch.session.close(fetch.id)
+        entry = fetch.entry
+        if fetch.lost:
+            self.shelf.bury(fetch.key, fetch.lost)
+        elif entry is not None and entry.holder is fetch and entry.phase in (Phase.CLAIMED, Phase.DELIVERED):
+            self.counters.returned += fetch.state is Want.DELIVERED
+            self._release(entry)
+
+    def _has_write(self, fetch: Fetch) -> bool:
+        if fetch.state in (Want.WRITING, Want.WITHDRAWN):
+            return True
+        return fetch.state is Want.FAILED and any(t.holder is fetch for t in self.tickets)
+
+    def _acknowledge(self, fetch: Fetch) -> None:
+        """The receiver took what it was given, however long ago."""
+        self._leave_queue(fetch)
+        fetch.session.close(fetch.id)
+        self.counters.acknowledged += 1
+        given, claimed = fetch.given, fetch.entry
+        kept = given is not None and given.phase is not Phase.FREED and not given.pins
+        if given is not None and kept and (given.holder is fetch or given.phase is Phase.PUBLISHED):
+            self.shelf.free(given, Event.ACKNOWLEDGE)
+        if claimed is not None and claimed is not given and claimed.holder is fetch:
+            self._release(claimed)
+
+    def _fail(self, fetch: Fetch, code: int, detail: str, *, settled: bool) -> None:
+        self._leave_queue(fetch)
+        fetch.state = step(WANT_TABLE, fetch.state, Step.FAIL)
+        fetch.entry = None
+        fetch.failure = wire.Failed(fetch.id, code, detail[:1024], settled)
+        self._say(fetch.session, fetch.failure)
+
+    def _leave_queue(self, fetch: Fetch) -> None:
+        queue = self._interests.get(fetch.key)
+        if queue is not None and fetch in queue:
+            del queue[fetch]
+            if not queue:
+                del self._interests[fetch.key]
+
+    def _say(self, session: Session, message: wire.ToReceiver) -> None:
+        if self.sessions.get(session.token) is session:
+            session.outgoing.append(message)
+            self.talking[session] = None
+
+    # --- stock receivers ----------------------------------------------------------------------------------
+
+    def begin_request(self, route: bytes, key: str) -> tuple[StockCaller, Entry | None]:
+        """A stock request came by a route: who asks, and the entry that it may have, if there is one.
+
+        The payload that was kept for the caller's last request is freed now, or published again if this request is
+        for it: the answer to the last one was lost.
+        """
+        caller = self._callers.pop(route, None) or StockCaller(route)
+        held, caller.held, caller.held_until = caller.held, None, inf
+        if caller.ticket is not None:
+            self._callers[route] = caller
+        if held is not None and held.phase is Phase.DELIVERED and held.holder is caller:
+            if held.key == key:
+                self._release(held)
+            else:
+                self.shelf.free(held, Event.ACKNOWLEDGE)
+        entry = self.shelf.find(key)
+        return caller, entry if entry is not None and entry.phase is Phase.PUBLISHED else None
+
+    def attach_encoding(self, entry: Entry, extent: Extent, size: int) -> None:
+        """The stock encoding of an entry was built; it lives and dies with the entry."""
+        entry.encoding = Encoding(extent, size)
+
+    def pull(self, caller: StockCaller, entry: Entry, *, destination: int, length: int, region_size: int) -> None:
+        """Serve a stock pull: start its write, or refuse it. The answer comes in `answers`."""
+        extent, size = entry.extent, entry.size
+        if entry.encoding is not None and not entry.is_raw:
+            extent, size = entry.encoding.extent, entry.encoding.size
+        wrong_length = length != size or (entry.encoding is None and not entry.is_raw)
+        if wrong_length or destination + length > region_size or caller.ticket is not None or self._closing:
+            self.refuse(caller)
+            return
+        entry.phase = step(ENTRY_TABLE, entry.phase, Event.CLAIM)
+        entry.holder = caller
+        caller.ticket = Ticket(entry, caller, extent.offset, destination, size)
+        self._callers[caller.route] = caller
+        self._start(caller.ticket)
+
+    def refuse(self, caller: StockCaller) -> None:
+        """Answer a pull with `trans_error`; the payload stays."""
+        self.counters.refused_pulls += 1
+        self._answer(caller, wire.TRANSFER_ERROR)
+
+    def _end_pull(self, ticket: Ticket, caller: StockCaller, now: float, error: str | None) -> None:
+        caller.ticket = None
+        entry = ticket.entry
+        if error is None and entry.phase is Phase.CLAIMED and ticket.course is Course.RUNNING:
+            entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
+            self.counters.stock_delivered += 1
+            caller.held, caller.held_until = entry, now + self.limits.stock_keep
+            self.alarm = min(self.alarm, caller.held_until)
+            self._answer(caller, wire.TRANSFER_DONE)
+            return
+        self._callers.pop(caller.route, None)
+        if ticket.course is Course.RUNNING:
+            self._answer(caller, wire.TRANSFER_ERROR)
+
+    def _answer(self, caller: StockCaller, answer: bytes) -> None:
+        self.answers.append((caller, answer))
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        """Do what is due: fail slow writes, drop what nobody fetched, give up on silent receivers."""
+        for ticket in [t for t in self.tickets if t.deadline <= now and t.course is Course.RUNNING]:
+            self.counters.overdue_writes += 1
+            seconds = self.limits.transfer_timeout(ticket.size)
+            self._tell_failed(ticket, Course.OVERDUE, f"{ticket.size} bytes were not written within {seconds:g} s")
+        for entry in self.shelf.expired(now):
+            self.counters.expired += 1
+            self._give_up(entry, wire.EXPIRED, f"not fetched within {self.limits.ttl:g} s")
+        for session in list(self.sessions.values()):
+            if session.last_heard + self.limits.acknowledge_timeout <= now:
+                self._lapse(session)
+        for caller in [c for c in self._callers.values() if c.held_until <= now]:
+            held = caller.held
+            del self._callers[caller.route]
+            if held is not None and held.holder is caller and held.phase is Phase.DELIVERED:
+                self.shelf.free(held, Event.ACKNOWLEDGE)
+
+    def _lapse(self, session: Session) -> None:
+        """Its acknowledgement time is over: what it was given or offered goes to whoever asks next."""
+        session.connected = False
+        for fetch in list(session.fetches.values()):
+            entry = fetch.entry
+            if fetch.state is Want.DELIVERED and not fetch.lost:
+                fetch.state = step(WANT_TABLE, fetch.state, Step.LAPSE)
+            elif fetch.state is Want.OFFERED:
+                self._requeue(fetch)
+            else:
+                continue
+            if entry is not None and entry.holder is fetch:
+                self._release(entry)
+
+    def next_deadline(self) -> float:
+        """When `expire` has something to do next; `inf` if never."""
+        when = self.shelf.next_expiry() or inf
+        for ticket in self.tickets:
+            if ticket.course is Course.RUNNING:
+                when = min(when, ticket.deadline)
+        for session in self.sessions.values():
+            if session.connected or any(f.state in (Want.DELIVERED, Want.OFFERED) for f in session.fetches.values()):
+                when = min(when, session.last_heard + self.limits.acknowledge_timeout)
+        for caller in self._callers.values():
+            when = min(when, caller.held_until)
+        self.alarm = when
+        return when
+
+    # --- closing ------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """No write is started from now on; those under way go on."""
+        self._closing = True
+
+    def leave(self) -> None:
+        """Forget all payloads, and tell every session which writes into its pool have not ended."""
+        for session in list(self.sessions.values()):
+            fetches = [t.holder for t in self.tickets if isinstance(t.holder, Fetch)]
+            self._say(session, wire.Leaving([f.id for f in fetches if f.session is session]))
+        for entry in self.shelf.everything():
+            if entry.phase is not Phase.DYING:
+                self.shelf.drop(entry)

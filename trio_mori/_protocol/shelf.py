@@ -1,0 +1,142 @@
+"""The sender's payloads, found by key, by request and by age, and the memory of those that are gone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from .._errors import KeyBusy
+from .entries import ENTRY_TABLE, Entry, Event, Phase, step
+from .extents import Extent, Extents
+from .keys import chunk_owner
+
+# Keys whose payload expired or was cleaned up, remembered until the next fetch has been told. A fetch that finds
+# nothing simply waits, so that forgetting the oldest costs an answer, not correctness; 65,536 keys are about 10 MB.
+MAX_TOMBSTONES = 65536
+
+
+class Shelf:
+    """Owns every extent of outgoing payloads: they are given back in `free` only, and only unpinned.
+
+    An entry is *staged*, then *filed* under its key until it is dropped, acknowledged or replaced. A delivered
+    entry whose key was taken by a newer one stays on the shelf, but is not found any more.
+    """
+
+    def __init__(self, extents: Extents, ttl: float) -> None:
+        self._extents = extents
+        self._ttl = ttl
+        self._staged: dict[Entry, None] = {}
+        # Everything that was filed and is not freed, oldest first. All have the same time to live, so that this is
+        # the order of expiry, too.
+        self._filed: dict[Entry, None] = {}
+        self._by_key: dict[str, Entry] = {}
+        self._by_request: dict[str, dict[Entry, None]] = {}
+        self._tombstones: OrderedDict[str, int] = OrderedDict()
+
+    def stage(self, key: str, extent: Extent) -> Entry:
+        """Take over an extent for a put that is under way."""
+        entry = Entry(key, extent)
+        self._staged[entry] = None
+        return entry
+
+    def check_free(self, key: str) -> None:
+        """Whether a new payload may take this key.
+
+        Raises:
+            KeyBusy: an engine is reading the payload that has it.
+        """
+        current = self._by_key.get(key)
+        if current is not None and current.pins:
+            raise KeyBusy(
+                f"put of {key!r} refused: its payload is being transferred right now; put again when it has left"
+            )
+
+    def file(self, entry: Entry, now: float) -> None:
+        """Publish a staged entry under its key, which is free."""
+        entry.phase = step(ENTRY_TABLE, entry.phase, Event.PUBLISH)
+        del self._staged[entry]
+        self._filed[entry] = None
+        self._by_key[entry.key] = entry
+        self._tombstones.pop(entry.key, None)
+        owner = chunk_owner(entry.key)
+        if owner is not None:
+            self._by_request.setdefault(owner, {})[entry] = None
+        entry.expires_at = now + self._ttl
+
+    def find(self, key: str) -> Entry | None:
+        """The entry that has a key, whatever its phase."""
+        return self._by_key.get(key)
+
+    def chunks_of(self, request_id: str) -> list[Entry]:
+        """The entries of all chunks of a request, on every edge."""
+        return list(self._by_request.get(request_id, ()))
+
+    def drop(self, entry: Entry) -> None:
+        """Give up an entry: at once, or when the last write that reads it has ended."""
+        if entry.pins:
+            entry.phase = Phase.DYING
+            self._unfile(entry)
+        else:
+            self.free(entry, Event.DROP)
+
+    def free(self, entry: Entry, cause: Event) -> None:
+        """Give an unpinned entry's memory back."""
+        entry.phase = step(ENTRY_TABLE, entry.phase, cause)
+        self._unfile(entry)
+        self._staged.pop(entry, None)
+        self._filed.pop(entry, None)
+        if entry.encoding is not None:
+            self._extents.free(entry.encoding.extent)
+            entry.encoding = None
+        self._extents.free(entry.extent)
+
+    def _unfile(self, entry: Entry) -> None:
+        if self._by_key.get(entry.key) is entry:
+            del self._by_key[entry.key]
+        owner = chunk_owner(entry.key)
+        chunks = self._by_request.get(owner) if owner is not None else None
+        if owner is not None and chunks is not None:
+            chunks.pop(entry, None)
+            if not chunks:
+                del self._by_request[owner]
+
+    def bury(self, key: str, reason: int) -> None:
+        """Remember why a key's payload is gone, for the next fetch."""
+        self._tombstones[key] = reason
+        self._tombstones.move_to_end(key)
+        if len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def exhume(self, key: str) -> int:
+        """Why a key has no payload, once; 0 if nothing is known or there is one."""
+        return 0 if key in self._by_key else self._tombstones.pop(key, 0)
+
+    def expired(self, now: float) -> list[Entry]:
+        """Entries whose time is over and which no engine reads."""
+        due = []
+        for entry in self._filed:
+            if entry.expires_at > now:
+                break
+            if not entry.pins:
+                due.append(entry)
+        return due
+
+    def next_expiry(self) -> float | None:
+        """When the next unpinned entry expires."""
+        return next((e.expires_at for e in self._filed if not e.pins), None)
+
+    def everything(self) -> list[Entry]:
+        """All entries, staged ones included."""
+        return [*self._staged, *self._filed]
+
+    def held(self) -> dict[str, int]:
+        """Bytes of the pool by what they are held for: a phase's name, or ``pinned``."""
+        total: dict[str, int] = {}
+        for entry in self.everything():
+            name = "pinned" if entry.pins else entry.phase.name.lower()
+            total[name] = total.get(name, 0) + sum(e.size for e in extents_of(entry))
+        return total
+
+
+def extents_of(entry: Entry) -> list[Extent]:
+    """What an entry holds of the pool."""
+    return [entry.extent] if entry.encoding is None else [entry.extent, entry.encoding.extent]
