@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
@@ -205,14 +205,22 @@ class Link(ABC):
         """Where it listens or dials, for messages: for example ``tcp://127.0.0.1:50051``."""
 
     @abstractmethod
-    def send(self, frames: Sequence[bytes], route: bytes = b"") -> None:
+    def send(self, frames: Sequence[bytes] | Callable[[], Sequence[bytes] | None], route: bytes = b"") -> None:
         """Queue one message; it leaves at the latest when the running tasks yield. Never blocks.
+
+        A callable is called when the message leaves, and returns it, or None for nothing: so that whatever is
+        said until then goes into one message.
 
         On a dialling link that is not connected the message is dropped (after `Connected` everything is said
         again anyway). On a listening link a route that is gone is reported as `Disconnected`.
 
         Raises:
             ConnectorClosed: the link is closed.
+        """
+
+    def recheck(self) -> None:
+        """Look for messages that nobody was woken for; called at each heartbeat. A link that needs it counts what
+        it finds, and the count stays zero unless the link has a bug.
         """
 
     @abstractmethod

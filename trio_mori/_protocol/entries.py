@@ -239,6 +239,7 @@ class StockCaller:
     """
 
     route: bytes
+    handle: object = None  # what the shell keeps for it
     held: Entry | None = None
     held_until: float = inf
     ticket: Ticket | None = None

@@ -592,7 +592,7 @@ class Outbox:
         session.connected = False
         for fetch in list(session.fetches.values()):
             entry = fetch.entry
-            if fetch.state is Want.DELIVERED and not fetch.lost:
+            if _may_lapse(fetch):
                 fetch.state = step(WANT_TABLE, fetch.state, Step.LAPSE)
             elif fetch.state is Want.OFFERED:
                 self._requeue(fetch)
@@ -608,7 +608,7 @@ class Outbox:
             if ticket.course is Course.RUNNING:
                 when = min(when, ticket.deadline)
         for session in self.sessions.values():
-            if session.connected or any(f.state in (Want.DELIVERED, Want.OFFERED) for f in session.fetches.values()):
+            if session.connected or any(f.state is Want.OFFERED or _may_lapse(f) for f in session.fetches.values()):
                 when = min(when, session.last_heard + self.limits.acknowledge_timeout)
         for caller in self._callers.values():
             when = min(when, caller.held_until)
@@ -629,3 +629,7 @@ class Outbox:
         for entry in self.shelf.everything():
             if entry.phase is not Phase.DYING:
                 self.shelf.drop(entry)
+
+
+def _may_lapse(fetch: Fetch) -> bool:
+    return fetch.state is Want.DELIVERED and not fetch.lost
