@@ -218,6 +218,7 @@ class Link(ABC):
             ConnectorClosed: the link is closed.
         """
 
+    @abstractmethod
     def recheck(self) -> None:
         """Look for messages that nobody was woken for; called at each heartbeat. A link that needs it counts what
         it finds, and the count stays zero unless the link has a bug.
