@@ -1,0 +1,242 @@
+"""A pool: one region of memory, and who waits for room in it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import attrs
+import trio
+
+from ._errors import ConnectorClosed, InternalError, NoRoom
+from ._protocol.extents import INBOUND, OUTBOUND, Extent, Extents, format_size
+from .abc import Region
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Pool", "PoolStatistics"]
+
+
+@attrs.frozen
+class PoolStatistics:
+    """A pool at one moment; sizes in bytes.
+
+    Attributes:
+        size: All that can be handed out.
+        free: What is in no extent.
+        largest_free: The largest free block.
+        inbound: In extents of what is received.
+        outbound: In extents of what is sent.
+        waiting: Calls that wait for room.
+    """
+
+    size: int
+    free: int
+    largest_free: int
+    inbound: int
+    outbound: int
+    waiting: int
+
+
+@attrs.define(eq=False)
+class _Waiter:
+    """A task that waits for an extent: a new one, or `moved` under another share."""
+
+    task: trio.lowlevel.Task
+    size: int
+    share: str
+    moved: Extent | None
+    granted: Extent | None = None
+
+
+class Pool:
+    """Ties a region to the books of its extents, and lets tasks wait for room.
+
+    Room is given in the order in which it was asked for, per share: while a large request waits, smaller ones of
+    its share wait behind it, even if they would fit, so that it is not starved; the other share goes its own way.
+    Room that becomes free is booked for the first waiter at once, before anybody can come between. The books of
+    sender and receiver allocate from the same `Extents` without waiting; they are not held up by the queues.
+
+    Lives in the trio run in which it was made. Only `post` and `call` may be used from elsewhere.
+
+    Attributes:
+        region: The memory. It belongs to an engine.
+        extents: The allocator; the pool takes its `on_free` over.
+        on_room: Called when room became free and the waiters have taken theirs, for a book with a queue of its own;
+            may allocate, must not free.
+    """
+
+    def __init__(self, region: Region, extents: Extents, *, on_room: Callable[[], None] | None = None) -> None:
+        if extents.size > region.size:
+            raise InternalError(f"an allocator of {extents.size} bytes over a region of {region.size}")
+        self.region = region
+        self.extents = extents
+        self.on_room = on_room
+        self._token = trio.lowlevel.current_trio_token()
+        self._queues: dict[str, OrderedDict[_Waiter, None]] = {INBOUND: OrderedDict(), OUTBOUND: OrderedDict()}
+        self._closed = False
+        extents.on_free = self._serve
+
+    def reserve_nowait(self, size: int, share: str) -> Extent:
+        """Take an extent of at least `size` bytes; it is the caller's, who ends it by `extents.free`.
+
+        Raises:
+            TooBig: it can never fit.
+            NoRoom: not now, or others wait already.
+            ConnectorClosed: the pool is closed.
+        """
+        self._check_open()
+        self.extents.check_limit(size, share)
+        self._check_turn(size, share)
+        return self.extents.allocate(size, share)
+
+    async def reserve(self, size: int, share: str) -> Extent:
+        """As `reserve_nowait`, but waits for room. A cancelled call took nothing, and whoever is next gets its turn.
+
+        Raises:
+            TooBig: at once.
+            ConnectorClosed: the pool is closed, or was while this waited.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with suppress(NoRoom):
+            extent = self.reserve_nowait(size, share)
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return extent
+        return await self._wait(size, share, moved=None)
+
+    def transfer_nowait(self, extent: Extent, share: str) -> Extent:
+        """Book an extent under another share. The caller uses the extent that is returned from now on.
+
+        Raises:
+            NoRoom: a guarantee could not be kept now, or others wait already. Nothing was changed.
+            ConnectorClosed: the pool is closed.
+        """
+        self._check_open()
+        self._check_turn(extent.size, share)
+        moved = self.extents.transfer(extent, share)
+        self._serve()  # what it took of one guarantee may be what a waiter of the other share waits for
+        return moved
+
+    async def transfer(self, extent: Extent, share: str) -> Extent:
+        """As `transfer_nowait`, but waits, in the queue of the share that it moves to. Cancelled, nothing changed.
+
+        Raises:
+            ConnectorClosed: the pool is closed, or was while this waited.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with suppress(NoRoom):
+            moved = self.transfer_nowait(extent, share)
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return moved
+        return await self._wait(extent.size, share, moved=extent)
+
+    def tensor(self, extent: Extent, size: int) -> torch.Tensor:
+        """The first `size` bytes of an extent as a 1-D uint8 tensor (1 us).
+
+        It aliases the pool and owns nothing: it must be gone when the extent is freed.
+        """
+        _check_inside(extent, size)
+        return self.region.tensor[extent.offset : extent.offset + size]
+
+    def buffer(self, extent: Extent, size: int) -> memoryview:
+        """The same bytes as a writable memoryview (0.1 us). For regions in host memory only."""
+        _check_inside(extent, size)
+        if self.region.buffer is None:
+            raise InternalError(f"a memoryview was asked for of memory on {self.region.device}")
+        return self.region.buffer[extent.offset : extent.offset + size]
+
+    def statistics(self) -> PoolStatistics:
+        """A snapshot."""
+        extents = self.extents
+        return PoolStatistics(
+            size=extents.size,
+            free=extents.free_bytes,
+            largest_free=extents.largest_free,
+            inbound=extents.used(INBOUND),
+            outbound=extents.used(OUTBOUND),
+            waiting=sum(map(len, self._queues.values())),
+        )
+
+    def close(self) -> None:
+        """End all waiting with `ConnectorClosed`, and refuse new calls. Idempotent.
+
+        Extents that are out stay valid and can be freed: the memory belongs to the engine, not to the pool.
+        """
+        self._closed = True
+        for queue in self._queues.values():
+            while queue:
+                trio.lowlevel.reschedule(queue.popitem(last=False)[0].task)
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Have something done in the pool's trio run, soon. From any thread, signal handler or finaliser.
+
+        When that run is over, so is the pool, and nothing is done.
+        """
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(callback)
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Do something in the pool's trio run: now, when called from inside it; else as `post`."""
+        if trio.lowlevel.in_trio_run() and trio.lowlevel.current_trio_token() is self._token:
+            callback()
+        else:
+            self.post(callback)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConnectorClosed("the pool was closed, because its connector was")
+
+    def _check_turn(self, size: int, share: str) -> None:
+        if waiting := len(self._queues[share]):
+            free = self.extents.free_bytes
+            raise NoRoom(
+                f"no room now for {format_size(size)} {share}: others wait for it already, and come first "
+                f"(waiting: {waiting}; {format_size(free)} of {format_size(self.extents.size)} are free)",
+                size=size,
+                free=free,
+            )
+
+    async def _wait(self, size: int, share: str, *, moved: Extent | None) -> Extent:
+        waiter = _Waiter(trio.lowlevel.current_task(), size, share, moved)
+        queue = self._queues[share]
+        queue[waiter] = None
+
+        def abort(_: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
+            del queue[waiter]
+            self._serve()  # those behind it may fit where it did not
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        # A waiter that was granted its extent is no longer cancelled here: it returns, and the extent is its own.
+        await trio.lowlevel.wait_task_rescheduled(abort)
+        if waiter.granted is None:
+            raise ConnectorClosed(f"the connector was closed while {format_size(size)} {share} waited for room")
+        return waiter.granted
+
+    def _serve(self) -> None:
+        while any(self._grant_first(queue) for queue in self._queues.values()):
+            pass
+        if self.on_room is not None:
+            self.on_room()
+
+    def _grant_first(self, queue: OrderedDict[_Waiter, None]) -> bool:
+        if not queue:
+            return False
+        waiter = next(iter(queue))
+        try:
+            if waiter.moved is None:
+                waiter.granted = self.extents.allocate(waiter.size, waiter.share)
+            else:
+                waiter.granted = self.extents.transfer(waiter.moved, waiter.share)
+        except NoRoom:
+            return False
+        del queue[waiter]
+        trio.lowlevel.reschedule(waiter.task)
+        return True
+
+
+def _check_inside(extent: Extent, size: int) -> None:
+    if not 0 <= size <= extent.size:
+        raise InternalError(f"{size} bytes were asked for of an extent of {extent.size}")
