@@ -1,0 +1,98 @@
+"""What the parent and a stage process say to each other, one JSON line each, over the stage's stdin and stdout.
+
+The parent sends one `Order`. The stage says that it is `Listening`, then how far it is, and that it is `Done`. When all
+stages are, the parent closes their stdin; each leaves its connector, says what passed through it (`Finished`) and ends.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+STDOUT = 1
+NAMES = ("thinker", "talker", "code2wav")  # of the stages, by number
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One of the sounds that go through the pipeline at the same time."""
+
+    id: str
+    semitones: int  # the recording is played higher or lower, so that no two requests are alike
+    out: str
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a stage has to do."""
+
+    deploy: str
+    recording: str
+    requests: list[Request]
+    speed: float  # times real time in which the recording is fed in; 0 is as fast as it goes
+    fixed_ports: bool
+    traceback: bool
+    sender_port: int | None = None  # where the stage before this one listens
+
+
+class Listening(msgspec.Struct, tag=True):
+    """The connector is open. ``port`` is for the stage after this one."""
+
+    port: int
+
+
+class Progress(msgspec.Struct, tag=True):
+    """So many frames have passed, of so many in all; ``total`` is known to the first stage only."""
+
+    frames: int
+    total: int | None = None
+
+
+class Done(msgspec.Struct, tag=True):
+    """All requests are through this stage."""
+
+
+class EdgeCount(msgspec.Struct):
+    """One direction of one edge, as the connector counted it."""
+
+    from_stage: str
+    to_stage: str
+    chunks: int
+    bytes: int
+
+
+class Finished(msgspec.Struct, tag=True):
+    """What passed through the stage's connector, and when chunks arrived (seconds, on the clock all stages share)."""
+
+    edges: list[EdgeCount]
+    engine: str
+    latencies: list[float]
+    first_sent: float
+    last_arrived: float
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The stage gives up."""
+
+    message: str
+
+
+class Compared(msgspec.Struct, tag=True):
+    """The one-process run is over: these files do not equal it."""
+
+    different: list[str]
+
+
+Message = Listening | Progress | Done | Finished | Failed | Compared
+_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def tell(message: Message) -> None:
+    """Say something to the parent."""
+    line = msgspec.json.encode(message) + b"\n"
+    while line:
+        line = line[os.write(STDOUT, line) :]
+
+
+def heard(line: bytes) -> Message:
+    """What a stage said."""
+    return _decoder.decode(line)

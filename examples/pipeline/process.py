@@ -1,0 +1,145 @@
+"""One stage process, started by the parent: takes its order from stdin, opens its connector, reports on stdout.
+
+python -m examples.pipeline.process 1           stage 1
+python -m examples.pipeline.process compare     all three stages at once, without connectors
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import trio
+from torch import Tensor
+
+import trio_mori
+from examples.pipeline.messages import Compared, Done, EdgeCount, Failed, Finished, Listening, Order, Progress, tell
+from examples.pipeline.models import FRAME, SAMPLE_RATE, run_in_one_process
+from examples.pipeline.stages import Handoffs, decode, talk, think
+from examples.pipeline.wav import WavError, read_wav, resample, wav_bytes
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
+
+def sounds(order: Order) -> list[Tensor]:
+    """What the requests say: the recording, each time at another pitch."""
+    samples, rate = read_wav(Path(order.recording))
+    return [resample(samples, rate * 2 ** (request.semitones / 12), SAMPLE_RATE) for request in order.requests]
+
+
+def config_of(number: int, order: Order) -> trio_mori.ConnectorConfig:
+    """A stage's part of the deploy file, with ports that nobody else has unless they are to be fixed."""
+    deploy = trio_mori.load_deploy(order.deploy)
+    if order.fixed_ports:
+        return deploy.config_for_stage(number)
+    return deploy.config_for_stage(number, zmq_port=0, sender_zmq_port=order.sender_port)
+
+
+async def run_stage(number: int, order: Order, inputs: list[Tensor]) -> None:
+    """Open the connector, do all requests at the same time, and stay until the parent says that the others are done."""
+    config = config_of(number, order)
+    frames, context = config.codec_chunk_frames, config.codec_left_context_frames
+    handoffs = Handoffs()
+    async with trio_mori.open_connector(config) as conn:
+        tell(Listening(conn.get_connection_info().zmq_port))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(cancel_when_the_parent_says_so, nursery.cancel_scope)
+            async with trio.open_nursery() as requests:
+                for index, request in enumerate(order.requests):
+                    if number == 0:
+                        requests.start_soon(partial(think, conn, request, inputs[index], handoffs, speed=order.speed))
+                    elif number == 1:
+                        requests.start_soon(partial(talk, conn, request, handoffs, frames=frames, context=context))
+                    else:
+                        requests.start_soon(decode, conn, request, handoffs)
+            tell(Done())
+            await trio.sleep_forever()
+        tell(finished(conn, handoffs))
+
+
+async def cancel_when_the_parent_says_so(scope: trio.CancelScope) -> None:
+    """The parent closes stdin when all stages are done; the system does when the parent has died."""
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
+        while await stdin.receive_some():
+            pass
+    scope.cancel()
+
+
+def finished(conn: trio_mori.Connector, handoffs: Handoffs) -> Finished:
+    """What passed through this stage, as its connector counted it."""
+    statistics = conn.statistics()
+    return Finished(
+        [EdgeCount(*edge, *counts) for edge, counts in statistics.edges.items()],
+        statistics.engine.name,
+        handoffs.latencies,
+        handoffs.first_sent,
+        handoffs.last_arrived,
+    )
+
+
+async def until_signalled(number: int, order: Order, inputs: list[Tensor]) -> None:
+    """Run a stage; SIGINT and SIGTERM end it as any cancellation does, with everything closed."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(exit_on_signal)
+        await run_stage(number, order, inputs)
+        nursery.cancel_scope.cancel()
+
+
+async def exit_on_signal() -> None:
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for number in signals:
+            sys.exit(128 + number)
+
+
+def compare(order: Order) -> None:
+    """Run the same functions without processes and connectors; say which of the stages' files differ from that."""
+    config = config_of(1, order)
+    different = []
+    for request, samples in zip(order.requests, sounds(order), strict=True):
+        sound = run_in_one_process(samples, config.codec_chunk_frames, config.codec_left_context_frames)
+        if Path(request.out).read_bytes() != wav_bytes(sound, SAMPLE_RATE):
+            different.append(request.out)
+    tell(Compared(different))
+
+
+def carry_out(role: str, order: Order) -> None:
+    """Be a stage, or all of them."""
+    if role == "compare":
+        compare(order)
+        return
+    inputs = []
+    if role == "0":
+        inputs = sounds(order)
+        tell(Progress(0, total=sum(-(-len(samples) // FRAME) + 1 for samples in inputs)))
+    trio.run(until_signalled, int(role), order, inputs)
+
+
+def main() -> None:
+    """Take the order and carry it out. What fails is told to the parent, which shows it."""
+    torch.set_num_threads(1)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    try:
+        carry_out(sys.argv[1], order)
+    except BaseException as error:  # noqa: BLE001  here it leaves the process: the parent shows it
+        cause = error
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        if isinstance(cause, SystemExit):
+            raise cause from None
+        if order.traceback:
+            traceback.print_exception(error)
+        with suppress(BrokenPipeError):  # the parent has died, and that is why we end
+            tell(Failed(str(cause) if isinstance(cause, WavError) else f"{type(cause).__name__}: {cause}"))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
