@@ -1,0 +1,330 @@
+"""What one connector is told: every key, its default, what it may be, and why.
+
+Keys that vllm-omni's Mori connector knows keep their names and defaults; they are the `extra` of a connector in a
+deploy file. The table in docs/configuration.md is made of what stands here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from ._allowed import Choice, Device, Host, Integer, Number, OrNull, Text, near, show
+from ._allowed import checked as _key
+from ._endpoint import (
+    AUTO,
+    WILDCARDS,
+    Endpoint,
+    Purpose,
+    ResolvedHost,
+    dialled_host,
+    format_endpoint,
+    port_for,
+    resolve_host,
+)
+from ._errors import ConfigError
+
+__all__ = [
+    "ConnectorConfig",
+    "Endpoint",
+    "Purpose",
+    "ResolvedHost",
+    "format_endpoint",
+    "port_for",
+    "resolve_host",
+]
+
+_logger = logging.getLogger("trio_mori.config")
+
+# Regions and extents begin at multiples of this, the page size that the stock allocator assumes too.
+_PAGE = 4096
+# The stock connector's step: it counts "100 MB" in binary megabytes.
+_HUNDRED_MB = 100 * 1024 * 1024
+# What an int in Mori's and the operating system's interfaces holds.
+_INT = 2**31 - 1
+
+_HOSTS = Host((AUTO, *WILDCARDS))
+_SECONDS = Number("a finite number of seconds", above=0)
+_COUNT = Integer(1, _INT)
+_BACKENDS = Choice(
+    ("shm", "rdma", "xgmi", "cuda_ipc", "nixl", "auto"),
+    {"memory": "an in-process engine is handed to open_connector, not configured"},
+)
+
+
+def _read_only(mapping: Mapping[str, object]) -> Mapping[str, object]:
+    return MappingProxyType(dict(mapping))
+
+
+@attrs.frozen(kw_only=True)
+class ConnectorConfig:
+    """The configuration of one connector, checked when it is made.
+
+    Raises:
+        ConfigError: a value, or a combination of values, is not allowed.
+    """
+
+    # --- control plane ---
+    role: str = _key(
+        Choice(("sender", "receiver", "both")),
+        "sender",
+        "A sender listens and puts, a receiver dials and gets, a middle stage does both.",
+    )
+    host: str = _key(
+        _HOSTS,
+        AUTO,
+        "Where a sender listens. `auto` is loopback and the address that this machine uses towards the outside.",
+    )
+    zmq_port: int = _key(
+        Integer(0, 65535, note=" (0: any free one, published in metadata and get_connection_info)"),
+        50051,
+        "Where a sender listens. In a deploy file it is the base from which each stage's port follows.",
+    )
+    advertise_host: str | None = _key(
+        OrNull(Host(), "what host was found to be", word=AUTO),
+        None,
+        "The address that peers are told, where it differs from the one listened on.",
+    )
+    sender_host: str | None = _key(
+        OrNull(_HOSTS, "until update_sender_info"), None, "Where a receiver dials. `auto` is this machine's loopback."
+    )
+    sender_zmq_port: int | None = _key(
+        OrNull(Integer(1, 65535), "until update_sender_info"), None, "Where a receiver dials."
+    )
+
+    # --- data plane ---
+    backend_type: str = _key(
+        _BACKENDS, "shm", "The engine that moves the bytes. `auto` takes the first that both peers can use."
+    )
+    device_name: str = _key(
+        Text("names of RDMA devices, separated by commas"),
+        "",
+        "RDMA devices to use. Empty: those in $MORI_RDMA_DEVICES, or all. Ignored with a warning for xgmi.",
+    )
+    memory_pool_size: int = _key(
+        Integer(_PAGE, 2**48, note=f" bytes, rounded up to {_PAGE}", multiple=_PAGE),
+        1024**3,
+        "Bytes of the one block of memory through which everything passes.",
+    )
+    memory_pool_device: str = _key(Device(), "cpu", "Where that memory is. `cpu` is pinned where CUDA or ROCm exists.")
+    qp_per_transfer: int = _key(_COUNT, 1, "Mori, rdma: queue pairs that one transfer uses.")
+    post_batch_size: int = _key(Integer(1, _INT, also=(-1,)), -1, "Mori, rdma: requests per post; -1 lets Mori choose.")
+    num_worker_threads: int = _key(_COUNT, 1, "Mori, rdma: threads that post transfers.")
+    xgmi_num_streams: int = _key(_COUNT, 64, "Mori, xgmi: streams that copies are spread over.")
+    xgmi_num_events: int = _key(_COUNT, 64, "Mori, xgmi: events that tell when copies have ended.")
+
+    # --- place in the deployment ---
+    stage_id: int = _key(Integer(0, _INT, also=(-1,)), -1, "The stage that this connector serves; -1: not told.")
+    from_stage: int | None = _key(OrNull(Integer(0, _INT), "not told"), None, "The stage that the edge comes from.")
+    to_stage: int | None = _key(OrNull(Integer(0, _INT), "not told"), None, "The stage that the edge leads to.")
+    replica: int = _key(Integer(0, _INT), 0, "Which copy of the stage this is; part of its port.")
+    rank: int = _key(Integer(0, _INT), 0, "The tensor-parallel rank within the stage; part of its port.")
+    codec_chunk_frames: int = _key(
+        _COUNT, 25, "For stage code: codec frames in a chunk. The default is Qwen3-Omni's; others read `extra`."
+    )
+    codec_left_context_frames: int = _key(
+        Integer(0, _INT), 25, "For stage code: frames repeated before a chunk. The default is Qwen3-Omni's."
+    )
+
+    # --- times ---
+    buffer_ttl_seconds: float | None = _key(
+        OrNull(_SECONDS, "no limit", word="never"),
+        300.0,
+        "A payload that nobody fetched for so long expires. The default is the stock connector's.",
+    )
+    transfer_timeout_base: float = _key(
+        _SECONDS, 30.0, "A transfer that takes longer is given up: the stock connector's limit, for any size."
+    )
+    transfer_timeout_per_100mb: float = _key(
+        Number("a finite number of seconds", at_least=0),
+        5.0,
+        "Added for each full 100 MB (of 1024 * 1024 bytes): 20 MB/s, a slow disk's pace. Stock, too.",
+    )
+    peer_timeout: float = _key(
+        _SECONDS, 30.0, "How long a lost peer may take to come back: a stage restarts in less, a dead one is noticed."
+    )
+    heartbeat_interval: float = _key(
+        _SECONDS,
+        5.0,
+        "How often an established session says that it lives: six times within peer_timeout, and hardly any load.",
+    )
+    acknowledge_timeout: float = _key(
+        _SECONDS,
+        30.0,
+        "A delivered payload not acknowledged for so long goes to the next fetch. Six heartbeats say it again before.",
+    )
+    close_grace: float = _key(
+        Number("a finite number of seconds", at_least=0),
+        5.0,
+        "How long closing waits for writes in flight; half of the ten seconds that supervisors allow before SIGKILL.",
+    )
+    stock_pull_limit: float = _key(
+        Number("a finite number of seconds", above=0, below=30),
+        20.0,
+        "An older pull of a stock receiver is refused: it frees its destination at 30, and a write may take a while.",
+    )
+    stock_keep: float = _key(
+        _SECONDS,
+        5.0,
+        "How long a payload outlives its delivery to a stock receiver, which never acknowledges: its query time-out.",
+    )
+    busy_poll_us: int = _key(
+        Integer(0, 1000, note=" microseconds"),
+        0,
+        "Spin so long before sleeping. 0: an idle connector uses no CPU. At most the stock adapter's interval, 1 ms.",
+    )
+
+    # --- limits ---
+    prepost_fraction: float = _key(
+        Number("a number", above=0, below=1),
+        0.25,
+        "Share of the pool that may wait as destinations of fetches ahead of their data; three quarters stay for data.",
+    )
+    guaranteed_fraction: float = _key(
+        Number("a number", above=0, at_most=0.5),
+        0.25,
+        "Share of the pool kept for each direction in role both; the other half goes to who needs it.",
+    )
+    quarantine_fraction: float = _key(
+        Number("a number", above=0, below=1),
+        0.5,
+        "Share of the pool that lost peers may hold back before gets are refused; half still does useful work.",
+    )
+    max_fetches_per_peer: int = _key(
+        Integer(1, 32768),
+        4096,
+        "Fetches that one peer may have open: 256 requests with 16 chunks each. All of 32768 fit into one heartbeat.",
+    )
+    max_peers: int = _key(
+        Integer(1, 65536),
+        1024,
+        "Sessions that a sender keeps: 16 replicas with 64 ranks. A bound on what strangers can make it remember.",
+    )
+
+    extra: Mapping[str, object] = attrs.field(factory=dict, converter=_read_only, eq=False, repr=False)
+    """The whole mapping that `from_dict` was given, read-only, for stage code that reads keys of its own."""
+
+    def __attrs_post_init__(self) -> None:
+        device, backend = self.memory_pool_device, self.backend_type
+        if backend in ("xgmi", "cuda_ipc") and device == "cpu":
+            raise _refused(
+                "memory_pool_device", device, f"with backend_type {backend}; give cuda or cuda:N, or use shm"
+            )
+        if backend == "shm" and device != "cpu":
+            raise _refused("memory_pool_device", device, "with backend_type shm; give cpu, or use xgmi or cuda_ipc")
+        if 2 * self.heartbeat_interval > self.peer_timeout:
+            why = f"with peer_timeout {self.peer_timeout:g}; give at most half of it: one late answer is no loss"
+            raise _refused("heartbeat_interval", self.heartbeat_interval, why)
+        if backend == "xgmi" and self.device_name:
+            _warn_once("device_name", f"device_name: {show(self.device_name)} is ignored; xgmi uses no RDMA device")
+
+    @classmethod
+    def from_dict(
+        cls,
+        mapping: Mapping[str, object],
+        *,
+        source: str | None = None,
+        where: str | None = None,
+        lines: Mapping[str, int] | None = None,
+    ) -> ConnectorConfig:
+        """Check the `extra` of a connector. Keys that are not ours stay in `extra`; each is warned of once.
+
+        Args:
+            source: The file that it stands in, for messages.
+            where: The path to it within that file, for messages.
+            lines: The line of each key in that file, for messages.
+
+        Raises:
+            ConfigError: names file, line, key and value, and what is allowed.
+        """
+        try:
+            if not isinstance(mapping, Mapping):
+                raise ConfigError(f"{show(mapping)} is not allowed; give a mapping of keys", key="extra", value=mapping)
+            for key in mapping:
+                if not isinstance(key, str):
+                    raise ConfigError(
+                        f"{show(key)} is no key; keys are strings", key=str(show(key)), value=mapping[key]
+                    )
+                if key not in KEYS:
+                    remedy = near(key, KEYS)
+                    _warn_once(
+                        key, f"{show(key)} is no key of a connector; it stays in extra{remedy and ': ' + remedy}"
+                    )
+            known: dict[str, Any] = {key: value for key, value in mapping.items() if key in KEYS}
+            return cls(**known, extra=mapping)
+        except ConfigError as error:
+            line = None if lines is None else lines.get(error.key)
+            raise located(error, source, line, where) from None
+
+    @property
+    def ttl(self) -> float:
+        """`buffer_ttl_seconds` to calculate with: infinite for never."""
+        return math.inf if self.buffer_ttl_seconds is None else self.buffer_ttl_seconds
+
+    @property
+    def sender_endpoint(self) -> Endpoint | None:
+        """Where a receiver dials; None until both halves are known."""
+        if self.sender_host is None or self.sender_zmq_port is None:
+            return None
+        return Endpoint(dialled_host(self.sender_host), self.sender_zmq_port)
+
+    @property
+    def rdma_devices(self) -> str:
+        """The RDMA devices to use, from `device_name` or else the environment; empty for all, and for xgmi."""
+        if self.backend_type == "xgmi":
+            return ""
+        return self.device_name or os.environ.get("MORI_RDMA_DEVICES", "")
+
+    @property
+    def digest(self) -> str:
+        """Equal for two instances made of one configuration, in whatever process. Nothing detected is in it."""
+        return hashlib.sha256(json.dumps(_values(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def transfer_timeout(self, size: int) -> float:
+        """Seconds that a transfer of so many bytes may take."""
+        return self.transfer_timeout_base + (size // _HUNDRED_MB) * self.transfer_timeout_per_100mb
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A read-only mapping cannot be pickled, and configurations go to stage processes.
+        return _rebuild, (_values(self), dict(self.extra))
+
+
+KEYS = tuple(field.name for field in attrs.fields(ConnectorConfig) if "allowed" in field.metadata)
+
+
+def located(error: ConfigError, source: str | None, line: int | None, where: str | None) -> ConfigError:
+    """The same error, saying where the value stands."""
+    place = ", ".join(part for part in (source, line and f"line {line}") if part)
+    path = f"{where}: " if where else ""
+    text = f"{place}: {path}{error}" if place else f"{path}{error}"
+    return ConfigError(text, key=error.key, value=error.value, source=source)
+
+
+def _refused(key: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"{key}: {show(value)} is not allowed {why}", key=key, value=value)
+
+
+def _values(config: ConnectorConfig) -> dict[str, Any]:
+    return attrs.asdict(config, recurse=False, filter=lambda field, value: field.name in KEYS)
+
+
+def _rebuild(values: dict[str, Any], extra: dict[str, object]) -> ConnectorConfig:
+    return ConnectorConfig(**values, extra=extra)
+
+
+# What was warned of already in this process; a stage makes its configuration several times.
+_warned: set[str] = set()
+
+
+def _warn_once(key: str, message: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        _logger.warning("%s", message)
