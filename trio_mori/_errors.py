@@ -168,8 +168,22 @@ class PeerLost(TrioMoriError):
         self.peer = peer
 
 
-class PeerRestarted(TrioMoriError):
-    """The sender of a chunk stream was replaced by a new process; what it had not sent is lost."""
+class PeerRestarted(PeerLost):
+    """The sender of a chunk stream was replaced by another process; what it had not delivered is lost."""
+
+
+class StreamFailed(TrioMoriError):
+    """The sending stage ended a chunk stream by a failure.
+
+    Attributes:
+        request_id: Whose stream.
+        reason: What happened there.
+    """
+
+    def __init__(self, message: str, *, request_id: str, reason: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.reason = reason
 
 
 class RemoteProtocolError(TrioMoriError):

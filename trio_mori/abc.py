@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -97,6 +98,11 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """Names this engine in `health()` and logs, unlike any other's."""
+        return f"{self.name}-{hashlib.sha256(self.descriptor.engine).hexdigest()[:12]}"
 
     @property
     @abstractmethod

@@ -38,8 +38,9 @@ RECENT = 64
 
 # Reason of `Interest.failure` beside the codes of `wire.Failed`.
 PEER_LOST = 256
-TOO_BIG = 257
-MISMATCH = 258
+PEER_RESTARTED = 257
+TOO_BIG = 258
+MISMATCH = 259
 
 
 class State(Enum):
@@ -110,6 +111,7 @@ class Interest:
         extent: The destination that the sender was told, or where the payload lies.
         preposted: Bytes that it holds of the room for destinations ahead of the data.
         needed: Bytes that the sender asked for in its last `Ready`.
+        epoch: The only incarnation of the sender that will do, if one was named; that of the one that sent it.
         size, header: Of the payload that arrived.
         failure: Why it failed: a code of `wire.Failed` or of this module, and the sender's words.
         waiter: What the shell wakes.
@@ -123,6 +125,7 @@ class Interest:
     extent: Extent | None = None
     preposted: int = 0
     needed: int = 0
+    epoch: bytes | None = None
     size: int = 0
     header: bytes = b""
     failure: tuple[int, str] | None = None
@@ -140,6 +143,7 @@ class Channel:
 
     Attributes:
         token: Our name for ourselves towards it.
+        handle: What the shell keeps for it.
         generation: Of the connection; raised by the shell with each hello.
         epoch: The sender's incarnation; None while none is known to live.
         up: Whether a welcome came for this generation: only then something is said.
@@ -149,6 +153,7 @@ class Channel:
     """
 
     token: bytes
+    handle: object = None
     generation: int = 0
     epoch: bytes | None = None
     up: bool = False
@@ -212,6 +217,8 @@ class Inbox:
         self._recent: dict[str, _Recent] = {}
         self._hungry: dict[Interest, None] = {}  # offered, and no room yet; first come, first served
         self._leased: dict[Extent, None] = {}
+        self._exposed: dict[Extent, None] = {}
+        self._doubted: dict[Extent, None] = {}
         self._returning: dict[Interest, None] = {}
 
     # --- what callers do ----------------------------------------------------------------------------------
@@ -222,8 +229,11 @@ class Inbox:
         self.channels[channel] = None
         return channel
 
-    def post(self, channel: Channel, key: str) -> Interest:
+    def post(self, channel: Channel, key: str, *, epoch: bytes | None = None) -> Interest:
         """Ask for a full key; it is said as soon as the channel is up.
+
+        Args:
+            epoch: Ask this incarnation of the sender only, and fail when it is gone.
 
         Raises:
             NoRoom: too much of the pool is in quarantine.
@@ -242,7 +252,11 @@ class Inbox:
         channel.next_id += 1
         channel.interests[interest.id] = interest
         self.counters.posted += 1
-        if channel.up:
+        if epoch is not None:
+            interest.epoch = epoch
+            if channel.epoch != epoch:
+                self._part(interest, PEER_LOST if channel.epoch is None else PEER_RESTARTED)
+        if channel.up and interest.failure is None:
             self._prepost(interest)
             self._ask(interest)
         return interest
@@ -271,6 +285,24 @@ class Inbox:
     def hand_over(self, extent: Extent) -> None:
         """Memory that a caller was given is somebody else's now, who frees it."""
         del self._leased[extent]
+
+    def expose(self, extent: Extent) -> None:
+        """Keep account of a destination that a stock sender is told, which has no session and no interests."""
+        self._exposed[extent] = None
+
+    def doubt(self, extent: Extent) -> None:
+        """The stock sender was given up, and may still write there."""
+        del self._exposed[extent]
+        self._doubted[extent] = None
+
+    def settle(self, extent: Extent, *, lease: bool) -> None:
+        """The stock sender has answered: the memory is free, or what a caller was given."""
+        self._exposed.pop(extent, None)
+        self._doubted.pop(extent, None)
+        if lease:
+            self._leased[extent] = None
+        else:
+            self._extents.free(extent)
 
     def give_back(self, interest: Interest) -> None:
         """The caller does not want it, whatever became of it; the payload stays with the sender."""
@@ -312,19 +344,27 @@ class Inbox:
                 if interest.extent is not None:
                     ghosts.append(interest.extent)
                     interest.extent = None
-                self._orphan(interest)
+                self._orphan(interest, PEER_RESTARTED)
         if not ghosts:
             del channel.ghosts[channel.epoch]
         channel.epoch = None
 
-    def _orphan(self, interest: Interest) -> None:
+    def _orphan(self, interest: Interest, reason: int) -> None:
         """Its sender is gone, and it holds no memory that was named to it any more."""
         self._leave_queues(interest)
         if interest.state is State.RETURNING:
             self._vanish(interest)
+        elif interest.epoch is not None:
+            self._part(interest, reason)
         elif interest.state in (State.POSTED, State.OFFERED):
             self._move(interest, Cause.REPOST)
             interest.round = 0
+
+    def _part(self, interest: Interest, reason: int) -> None:
+        """The one incarnation of the sender that would have done is gone."""
+        restarted = reason == PEER_RESTARTED
+        self._fail(interest, reason, "its process was replaced by another" if restarted else "its process has ended")
+        self._vanish(interest)
 
     def disconnected(self, channel: Channel, now: float) -> None:
         """The connection broke. Nothing is said until the next welcome; nothing else changes."""
@@ -350,7 +390,7 @@ class Inbox:
                 channel.ghosts.setdefault(channel.epoch, []).append(interest.extent)
                 interest.extent = None
             self._free_extent(interest)
-            self._orphan(interest)
+            self._orphan(interest, PEER_LOST)
         self.disconnected(channel, now)
         channel.epoch = None
 
@@ -424,7 +464,7 @@ class Inbox:
         if interest.state is State.RETURNING:
             self._free_extent(interest)  # the cancel is on its way; `Closed` will confirm it
             return
-        interest.size, interest.header = message.size, message.header
+        interest.size, interest.header, interest.epoch = message.size, message.header, channel.epoch
         self.counters.arrived += 1
         recent = self._recent.get(edge_of(interest.key))
         if recent is None:
@@ -555,7 +595,12 @@ class Inbox:
 
     def held(self) -> dict[str, int]:
         """Bytes of the pool by what they are held for."""
-        total = {"posted": 0, "arrived": 0, "leased": sum(e.size for e in self._leased), "quarantined": 0}
+        total = {
+            "posted": sum(e.size for e in self._exposed),
+            "arrived": 0,
+            "leased": sum(e.size for e in self._leased),
+            "quarantined": sum(e.size for e in self._doubted),
+        }
         for channel in self.channels:
             for interest in channel.interests.values():
                 if interest.extent is not None:
@@ -568,11 +613,11 @@ class Inbox:
         """Bytes that a peer may still write to although nobody waits for them."""
         returning = sum(i.extent.size for i in self._returning if i.extent is not None)
         ghosts = sum(e.size for channel in self.channels for extents in channel.ghosts.values() for e in extents)
-        return returning + ghosts
+        return returning + ghosts + sum(e.size for e in self._doubted)
 
     def live_extents(self) -> list[Extent]:
         """Every extent that the book holds, for checks."""
-        extents = list(self._leased)
+        extents = [*self._leased, *self._exposed, *self._doubted]
         for channel in self.channels:
             extents += [i.extent for i in channel.interests.values() if i.extent is not None]
             extents += [e for ghosts in channel.ghosts.values() for e in ghosts]

@@ -34,3 +34,10 @@ def chunk_owner(key: str) -> str | None:
     if match is None or match["stage"] != match["source"]:
         return None
     return match["request"]
+
+
+def names_of(key: str) -> tuple[str, ...]:
+    """The names under which `cleanup` finds a full key: the key without its edge, and the request whose chunk it is."""
+    base = key.rpartition("@")[0]
+    owner = chunk_owner(key)
+    return (base,) if owner is None else (base, owner)

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from .._errors import KeyBusy
 from .entries import ENTRY_TABLE, Entry, Event, Phase, step
 from .extents import Extent, Extents
-from .keys import chunk_owner
+from .keys import names_of
 
 # Keys whose payload expired or was cleaned up, remembered until the next fetch has been told. A fetch that finds
 # nothing simply waits, so that forgetting the oldest costs an answer, not correctness; 65,536 keys are about 10 MB.
@@ -29,7 +29,7 @@ class Shelf:
         # the order of expiry, too.
         self._filed: dict[Entry, None] = {}
         self._by_key: dict[str, Entry] = {}
-        self._by_request: dict[str, dict[Entry, None]] = {}
+        self._by_name: dict[str, dict[Entry, None]] = {}
         self._tombstones: OrderedDict[str, int] = OrderedDict()
 
     def stage(self, key: str, extent: Extent) -> Entry:
@@ -57,18 +57,17 @@ class Shelf:
         self._filed[entry] = None
         self._by_key[entry.key] = entry
         self._tombstones.pop(entry.key, None)
-        owner = chunk_owner(entry.key)
-        if owner is not None:
-            self._by_request.setdefault(owner, {})[entry] = None
+        for name in names_of(entry.key):
+            self._by_name.setdefault(name, {})[entry] = None
         entry.expires_at = now + self._ttl
 
     def find(self, key: str) -> Entry | None:
         """The entry that has a key, whatever its phase."""
         return self._by_key.get(key)
 
-    def chunks_of(self, request_id: str) -> list[Entry]:
-        """The entries of all chunks of a request, on every edge."""
-        return list(self._by_request.get(request_id, ()))
+    def named(self, name: str) -> list[Entry]:
+        """The entries with that key or of that request, on every edge."""
+        return list(self._by_name.get(name, ()))
 
     def drop(self, entry: Entry) -> None:
         """Give up an entry: at once, or when the last write that reads it has ended."""
@@ -92,12 +91,12 @@ class Shelf:
     def _unfile(self, entry: Entry) -> None:
         if self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
-        owner = chunk_owner(entry.key)
-        chunks = self._by_request.get(owner) if owner is not None else None
-        if owner is not None and chunks is not None:
-            chunks.pop(entry, None)
-            if not chunks:
-                del self._by_request[owner]
+        for name in names_of(entry.key):
+            namesakes = self._by_name.get(name)
+            if namesakes is not None:
+                namesakes.pop(entry, None)
+                if not namesakes:
+                    del self._by_name[name]
 
     def bury(self, key: str, reason: int) -> None:
         """Remember why a key's payload is gone, for the next fetch."""

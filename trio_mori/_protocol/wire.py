@@ -51,7 +51,7 @@ class Offer(Message, frozen=True):
 
 
 class Deployment(Message, frozen=True):
-    """Who a connector is within its deployment; two of the same deployment may hand a port over (see `Yield`)."""
+    """Who a connector is within its deployment."""
 
     host: Text
     stage: int
@@ -111,12 +111,6 @@ class Bye(Message, frozen=True, tag=5):
     """The receiver closes, after it has cancelled everything: forget the session."""
 
 
-class Yield(Message, frozen=True, tag=6):
-    """An instance of the same deployment wants to send: hand the port over if you never put. Answered `Yielded`."""
-
-    deployment: Deployment
-
-
 # --- sender to receiver -----------------------------------------------------------------------------------
 
 
@@ -164,12 +158,6 @@ class Leaving(Message, frozen=True, tag=21):
     unsettled: Ids
 
 
-class Yielded(Message, frozen=True, tag=22):
-    """Answer to `Yield`: the port is free now, or (`released` false) it is in use and stays so."""
-
-    released: bool
-
-
 # Reasons in `Failed.code`.
 EXPIRED = 1
 GONE = 2
@@ -177,8 +165,8 @@ TRANSFER_FAILED = 3
 UNREACHABLE = 4  # the sender cannot write into the receiver's pool
 LIMIT = 5  # more fetches than the sender allows one peer
 
-ToSender = Fetch | Cancel | Ack | Heartbeat | Bye | Yield
-ToReceiver = Done | Ready | Failed | Closed | Pulse | Leaving | Yielded
+ToSender = Fetch | Cancel | Ack | Heartbeat | Bye
+ToReceiver = Done | Ready | Failed | Closed | Pulse | Leaving
 
 # --- bodies -----------------------------------------------------------------------------------------------
 
