@@ -1,1 +1,106 @@
-"""Stage-to-stage transfer for multi-stage models, on structured concurrency."""
+"""Stage-to-stage transfer for multi-stage models, on structured concurrency.
+
+```python
+async with trio_mori.open_connector(config) as conn:
+    await conn.put("0", "1", "key", tensor)
+    value = await conn.get("0", "1", "key")
+```
+
+Everything public is here, in `trio_mori.blocking`, `trio_mori.abc` and `trio_mori.testing`. Names are imported when they
+are first used: importing the package loads neither torch nor zmq.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._buffer import ManagedBuffer as ManagedBuffer
+    from ._chunks import ChunkReceiver as ChunkReceiver
+    from ._chunks import ChunkSender as ChunkSender
+    from ._config import ConnectorConfig as ConnectorConfig
+    from ._connector import Connector as Connector
+    from ._connector import ConnectorStatistics as ConnectorStatistics
+    from ._connector import Receipt as Receipt
+    from ._connector import open_connector as open_connector
+    from ._deploy import DeployFile as DeployFile
+    from ._deploy import load_deploy as load_deploy
+    from ._engines import open_engine as open_engine
+    from ._errors import BindFailed as BindFailed
+    from ._errors import ConfigError as ConfigError
+    from ._errors import ConnectorClosed as ConnectorClosed
+    from ._errors import DescriptorRefused as DescriptorRefused
+    from ._errors import EngineMismatch as EngineMismatch
+    from ._errors import EngineUnavailable as EngineUnavailable
+    from ._errors import Expired as Expired
+    from ._errors import Gone as Gone
+    from ._errors import InternalError as InternalError
+    from ._errors import KeyBusy as KeyBusy
+    from ._errors import LeaseError as LeaseError
+    from ._errors import NoEndpoint as NoEndpoint
+    from ._errors import NoRoom as NoRoom
+    from ._errors import NotReady as NotReady
+    from ._errors import PayloadLost as PayloadLost
+    from ._errors import PeerLost as PeerLost
+    from ._errors import PeerRestarted as PeerRestarted
+    from ._errors import RemoteProtocolError as RemoteProtocolError
+    from ._errors import StreamFailed as StreamFailed
+    from ._errors import TooBig as TooBig
+    from ._errors import TransferFailed as TransferFailed
+    from ._errors import TrioMoriError as TrioMoriError
+    from ._errors import UnsupportedPayload as UnsupportedPayload
+    from ._errors import WrongRole as WrongRole
+    from ._receiver import Lease as Lease
+
+_HOMES = {
+    "_buffer": ("ManagedBuffer",),
+    "_chunks": ("ChunkReceiver", "ChunkSender"),
+    "_config": ("ConnectorConfig",),
+    "_connector": ("Connector", "ConnectorStatistics", "Receipt", "open_connector"),
+    "_deploy": ("DeployFile", "load_deploy"),
+    "_engines": ("open_engine",),
+    "_errors": (
+        "BindFailed",
+        "ConfigError",
+        "ConnectorClosed",
+        "DescriptorRefused",
+        "EngineMismatch",
+        "EngineUnavailable",
+        "Expired",
+        "Gone",
+        "InternalError",
+        "KeyBusy",
+        "LeaseError",
+        "NoEndpoint",
+        "NoRoom",
+        "NotReady",
+        "PayloadLost",
+        "PeerLost",
+        "PeerRestarted",
+        "RemoteProtocolError",
+        "StreamFailed",
+        "TooBig",
+        "TransferFailed",
+        "TrioMoriError",
+        "UnsupportedPayload",
+        "WrongRole",
+    ),
+    "_receiver": ("Lease",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> object:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'trio_mori' has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

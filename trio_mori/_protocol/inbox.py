@@ -466,6 +466,7 @@ class Inbox:
             return
         interest.size, interest.header, interest.epoch = message.size, message.header, channel.epoch
         self.counters.arrived += 1
+        self.counters.preposted_hits += interest.round == 0 and capacity > 0
         recent = self._recent.get(edge_of(interest.key))
         if recent is None:
             recent = self._recent[edge_of(interest.key)] = _Recent()

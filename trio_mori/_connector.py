@@ -1,0 +1,500 @@
+"""`open_connector`: one connector of a stage, and everything that runs for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import attrs
+import trio
+
+from . import _stock_payload
+from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
+from ._config import ConnectorConfig, Endpoint, resolve_host
+from ._endpoint import dialled_host
+from ._engines import open_engine
+from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
+from ._pool import Pool, PoolStatistics
+from ._protocol import wire
+from ._protocol.extents import INBOUND, OUTBOUND, Extents
+from ._protocol.keys import full_key
+from ._receiver import Ask, Lease, Receiver
+from ._scope import open_service
+from ._sender import Sender
+from ._traffic import EdgeTraffic
+from ._zmq import open_listener
+from .abc import Engine
+
+logger = logging.getLogger("trio_mori.connector")
+
+
+@attrs.frozen(eq=False)
+class Receipt:
+    """What `put` tells: the payload is published, and the source may be overwritten.
+
+    Attributes:
+        size: Bytes that it takes in the pool.
+        is_raw: Whether it is one tensor or bytes; anything else is a structure.
+    """
+
+    size: int
+    is_raw: bool
+    _header: bytes
+    _endpoint: Endpoint
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What vllm-omni passes from put to get: ``source_host``, ``source_port``, ``data_size``, ``is_fast_path``.
+
+        ``data_size`` is the exact length of what a stock receiver would be given.
+
+        Raises:
+            UnsupportedPayload: the vllm-omni dialect cannot carry this structure; native receivers get it.
+        """
+        return {
+            "source_host": self._endpoint.host,
+            "source_port": self._endpoint.port,
+            "data_size": self.size if self.is_raw else _stock_payload.stock_size(self._header),
+            "is_fast_path": self.is_raw,
+        }
+
+
+@attrs.frozen
+class ConnectorStatistics:
+    """A connector at one moment. Sizes in bytes.
+
+    Attributes:
+        pid: The process.
+        engine: What moves the bytes.
+        pool: Room.
+        held: The pool by state: free, staged, published, claimed, pinned, delivered, dying, posted, arrived, leased,
+            quarantined. They sum to the pool.
+        put, got: By edge, ``{from}_{to}``.
+        events: Everything else that was counted.
+        in_flight: Writes that the engine has not ended.
+        parked: Gets and interests that wait.
+        peers: Established receivers and senders.
+    """
+
+    pid: int
+    engine: str
+    pool: PoolStatistics
+    held: Mapping[str, int]
+    put: Mapping[str, EdgeTraffic]
+    got: Mapping[str, EdgeTraffic]
+    events: Mapping[str, int]
+    in_flight: int
+    parked: int
+    peers: int
+
+
+class Connector:
+    """Moves payloads between stages. Made by `open_connector`; used from the trio thread that opened it."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        *,
+        engine: Engine,
+        pool: Pool,
+        sender: Sender | None,
+        receiver: Receiver,
+        endpoint: Endpoint,
+    ) -> None:
+        self.config = config
+        self._engine = engine
+        self._pool = pool
+        self._sender = sender
+        self._receiver = receiver
+        self._endpoint = endpoint
+        self._source: Endpoint | None = config.sender_endpoint
+        self._closed = False
+        self._errors = 0
+
+    # --- put ----------------------------------------------------------------------------------------------
+
+    async def put(self, from_stage: str, to_stage: str, key: str, data: object) -> Receipt:
+        """Hand a payload to whoever gets this key on this edge. When it returns, the source may be overwritten.
+
+        Waits for room in the pool. A second put under a key replaces what nobody has fetched yet.
+
+        Cancellation: before it returns, and then nothing was put.
+
+        Args:
+            data: A tensor, bytes, a `ManagedBuffer` (taken over without a copy if it is this connector's), or a
+                structure of them; see docs/payloads.md.
+
+        Raises:
+            WrongRole: a receiver cannot put.
+            UnsupportedPayload: something in it cannot arrive bit for bit.
+            TooBig: it can never fit into the pool.
+            KeyBusy: the payload under this key is being transferred right now.
+            ConnectorClosed: the connector was closed.
+        """
+        sender = self._require_sender(key)
+        plan = await sender.put(full_key(key, from_stage, to_stage), data)
+        return Receipt(plan.size, plan.is_raw, plan.header, self._endpoint)
+
+    def put_nowait(self, from_stage: str, to_stage: str, key: str, data: object) -> Receipt:
+        """As `put`, but never waits; the copy is made here and now, whatever its size.
+
+        Raises:
+            NoRoom: the pool has no room now.
+            WrongRole, UnsupportedPayload, TooBig, KeyBusy, ConnectorClosed: as `put`.
+        """
+        sender = self._require_sender(key)
+        plan = sender.put_nowait(full_key(key, from_stage, to_stage), data)
+        return Receipt(plan.size, plan.is_raw, plan.header, self._endpoint)
+
+    def _require_sender(self, key: str) -> Sender:
+        if self._closed:
+            raise ConnectorClosed(f"put of {key!r} after the connector was closed")
+        if self._sender is None:
+            raise WrongRole(
+                f"put of {key!r} on a connector of role receiver; a stage that sends has role sender or both"
+            )
+        return self._sender
+
+    # --- get ----------------------------------------------------------------------------------------------
+
+    async def get(
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+    ) -> object:
+        """The payload that was put under this key on this edge, in memory of its own. Each is delivered once.
+
+        Waits until the sender has it, also for a sender that is not up yet; bound it by a cancel scope.
+
+        Cancellation: at any time, and then the payload stays with the sender.
+
+        Args:
+            metadata: Where the sender is, if not at the configured endpoint: ``source_host`` and ``source_port``,
+                or all that `put` returned.
+
+        Returns:
+            What was put. From a stock sender: a 1-D uint8 `ManagedBuffer` if it is raw, for dtype and shape do not
+            travel there.
+
+        Raises:
+            NoEndpoint: it is not known where the sender is.
+            WrongRole: a sender cannot get.
+            Expired, Gone: the sender has dropped it.
+            TransferFailed: the bytes could not be moved; the payload stays with the sender.
+            PeerLost: the sender was there, and has been away for `peer_timeout`.
+            EngineMismatch: the sender has no way to write into this pool.
+            TooBig: it can never fit into this pool.
+            NoRoom: too much of this pool is in quarantine.
+            ConnectorClosed: the connector was closed.
+        """
+        source, known = self._find_source(key, metadata)
+        try:
+            return await self._receiver.get(source, full_key(key, from_stage, to_stage), known)
+        except Exception:
+            self._errors += 1
+            raise
+
+    def get_nowait(
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+    ) -> object:
+        """As `get`, if the payload has arrived. Otherwise it is asked for, and stays asked for until `cleanup`.
+
+        Raises:
+            NotReady: it has not arrived.
+            NoRoom: it waits at the sender for room in this pool.
+            others: as `get`.
+        """
+        source, known = self._find_source(key, metadata)
+        return self._receiver.get_nowait(source, full_key(key, from_stage, to_stage), known)
+
+    @asynccontextmanager
+    async def lease(
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+    ) -> AsyncIterator[Lease]:
+        """The payload where it arrived, without a copy, for the length of an ``async with`` block.
+
+        The sender forgets it when the block is entered. Tensors taken from the lease must be gone when it ends.
+
+        Cancellation: before the block is entered, and then the payload stays with the sender.
+
+        Raises:
+            LeaseError: at the end of the block, if tensors outlive it; the memory comes back with the last of them.
+            others: as `get`.
+        """
+        source, known = self._find_source(key, metadata)
+        async with self._receiver.lease(source, full_key(key, from_stage, to_stage), known) as lease:
+            yield lease
+
+    def _find_source(self, key: str, metadata: Mapping[str, object] | None) -> tuple[Endpoint, Mapping[str, object]]:
+        if self._closed:
+            raise ConnectorClosed(f"get of {key!r} after the connector was closed")
+        known: Mapping[str, object] = {} if metadata is None else metadata
+        host, port = known.get("source_host"), known.get("source_port")
+        if host is not None or port is not None:
+            if not isinstance(host, str) or not host or not isinstance(port, int) or not 0 < port <= 65535:
+                raise ConfigError(
+                    f"get of {key!r}: metadata names the sender {host!r}:{port!r}; source_host has to be an address "
+                    "and source_port a number from 1 to 65535",
+                    key="source_port",
+                    value=port,
+                )
+            return Endpoint(dialled_host(host), port), known
+        if self._source is not None:
+            return self._source, known
+        if self.config.role == "sender":
+            raise WrongRole(
+                f"get of {key!r} on a connector of role sender; a stage that receives has role receiver or both"
+            )
+        raise NoEndpoint(
+            f"get of {key!r}: it is not known where the sender listens; set sender_host and sender_zmq_port, call "
+            "update_sender_info(host, port), or pass metadata with source_host and source_port"
+        )
+
+    # --- chunk streams ------------------------------------------------------------------------------------
+
+    def open_chunk_sender(
+        self, request_id: str, to_stage: str, *, from_stage: str | None = None
+    ) -> AbstractAsyncContextManager[ChunkSender]:
+        """The sending end of a request's chunk stream, as an ``async with`` block.
+
+        Leaving the block sends the terminal chunk. If it is left by an exception, the receiver is told that the stream
+        failed, and why.
+
+        Args:
+            from_stage: By default the configured `stage_id`.
+
+        Raises:
+            WrongRole: a receiver cannot send.
+        """
+        self._require_sender(request_id)
+        return open_chunk_sender(self, request_id, self._own_stage(from_stage, "from_stage"), to_stage)
+
+    def open_chunk_receiver(
+        self, request_id: str, from_stage: str, *, to_stage: str | None = None
+    ) -> AbstractAsyncContextManager[ChunkReceiver]:
+        """The receiving end of a request's chunk stream: an ``async with`` block around an ``async for``.
+
+        The next chunk is always asked for in advance. Leaving the block early gives back what has not been handed out.
+
+        Args:
+            to_stage: By default the configured `stage_id`.
+
+        Raises:
+            NoEndpoint: it is not known where the sender is.
+        """
+        self._find_source(request_id, None)
+        return open_chunk_receiver(self, request_id, from_stage, self._own_stage(to_stage, "to_stage"))
+
+    def _own_stage(self, named: str | None, parameter: str) -> str:
+        if named is not None:
+            return named
+        if self.config.stage_id < 0:
+            raise ConfigError(
+                f"the stage of this connector is not known; set stage_id, or give {parameter}", key="stage_id", value=-1
+            )
+        return str(self.config.stage_id)
+
+    def _ask(self, from_stage: str, to_stage: str, key: str, epoch: bytes | None) -> Ask:
+        source, _ = self._find_source(key, None)
+        return self._receiver.ask(source, full_key(key, from_stage, to_stage), epoch)
+
+    # --- the rest -----------------------------------------------------------------------------------------
+
+    async def cleanup(self, key: str, from_stage: str | None = None, to_stage: str | None = None) -> int:
+        """Drop what nobody has fetched of a request: the payload under this key and all chunks of it.
+
+        A payload that is being transferred goes when that has ended. Whoever gets one of them next is told `Gone`.
+        What `get_nowait` asked for under these keys is not asked for any more.
+
+        Args:
+            from_stage, to_stage: Only on this edge; both or neither.
+
+        Returns:
+            How many payloads and interests were dropped.
+
+        Raises:
+            ValueError: only one stage is given.
+        """
+        await trio.lowlevel.checkpoint()
+        return self.cleanup_nowait(key, from_stage, to_stage)
+
+    def cleanup_nowait(self, key: str, from_stage: str | None = None, to_stage: str | None = None) -> int:
+        """As `cleanup`, at once."""
+        if (from_stage is None) != (to_stage is None):
+            raise ValueError(
+                f"cleanup of {key!r} names from_stage={from_stage!r} and to_stage={to_stage!r}; give both or neither"
+            )
+        edge = None if from_stage is None else f"{from_stage}_{to_stage}"
+        dropped = self._receiver.cancel(key, edge)
+        if self._sender is not None:
+            dropped += self._sender.cleanup(key, edge)
+        return dropped
+
+    def update_sender_info(self, host: str, port: int) -> None:
+        """Where `get` finds the sender from now on, unless its metadata says otherwise.
+
+        Raises:
+            ConfigError: not an address and a port from 1 to 65535.
+        """
+        endpoint = attrs.evolve(self.config, sender_host=host, sender_zmq_port=port).sender_endpoint
+        self._source = endpoint
+
+    def get_connection_info(self) -> dict[str, Any]:
+        """What peers need: ``host``, ``zmq_port``, ``engine_key``, ``can_put``."""
+        return {
+            "host": self._endpoint.host,
+            "zmq_port": self._endpoint.port,
+            "engine_key": self.engine_key,
+            "can_put": self._sender is not None,
+        }
+
+    @property
+    def engine_key(self) -> str:
+        """Names this connector's engine, unlike any other's."""
+        return self._engine.key
+
+    def statistics(self) -> ConnectorStatistics:
+        """Counts and sizes, at this moment."""
+        receiver, sender = self._receiver, self._sender
+        held = dict(receiver.book.held())
+        events = {f"in_{k}": v for k, v in attrs.asdict(receiver.book.counters).items()}
+        events |= {"malformed_in": receiver.malformed, "timeouts": receiver.timeouts}
+        if sender is not None:
+            held |= sender.book.shelf.held()
+            events |= {f"out_{k}": v for k, v in attrs.asdict(sender.book.counters).items()}
+            events["malformed_out"] = sender.malformed
+        pool = self._pool.statistics()
+        held["free"] = pool.free
+        return ConnectorStatistics(
+            pid=os.getpid(),
+            engine=self._engine.name,
+            pool=pool,
+            held=held,
+            put={} if sender is None else {k: attrs.evolve(v) for k, v in sender.traffic.edges.items()},
+            got={k: attrs.evolve(v) for k, v in receiver.traffic.edges.items()},
+            events=events,
+            in_flight=0 if sender is None else len(sender.book.tickets),
+            parked=sum(len(c.interests) for c in receiver.book.channels),
+            peers=(0 if sender is None else sum(s.connected for s in sender.book.sessions.values()))
+            + sum(c.up for c in receiver.book.channels),
+        )
+
+    def health(self) -> dict[str, Any]:
+        """The stock keys (status, host, pool_device, pool_size, engine_key, puts, gets, bytes_transferred, errors,
+        timeouts) and the pool by state, what is in flight, quarantined, parked, and the peers.
+
+        ``status`` is ``healthy``, ``degraded`` (memory is in quarantine or a write is stuck) or ``unhealthy`` (closed).
+        """
+        now = self.statistics()
+        quarantined = now.held.get("quarantined", 0)
+        stuck = now.events.get("out_overdue_writes", 0) if now.in_flight else 0
+        status = "unhealthy" if self._closed else "degraded" if quarantined or stuck else "healthy"
+        puts = sum(t.payloads for t in now.put.values())
+        gets = sum(t.payloads for t in now.got.values())
+        return {
+            "status": status,
+            "host": self._endpoint.host,
+            "pool_device": self.config.memory_pool_device,
+            "pool_size": self._pool.extents.size,
+            "engine_key": self.engine_key,
+            "puts": puts,
+            "gets": gets,
+            "bytes_transferred": sum(t.bytes for t in (*now.put.values(), *now.got.values())),
+            "errors": self._errors + now.events.get("out_failed_writes", 0),
+            "timeouts": now.events["timeouts"] + now.events.get("out_overdue_writes", 0),
+            "pool": dict(now.held),
+            "in_flight": now.in_flight,
+            "quarantined": quarantined,
+            "parked": now.parked,
+            "peers": now.peers,
+        }
+
+    # --- life ---------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """End everything in order: waiting calls, destinations, writes. Called once, while the service still runs."""
+        self._closed = True
+        self._pool.close()
+        deadline = trio.current_time() + self.config.close_grace
+        quiet = await self._receiver.drain(deadline)
+        if self._sender is not None:
+            await self._sender.drain(deadline)
+        if not quiet:
+            # A sender that went silent may still write into the pool: it must never be anything else.
+            self._engine.abandon()
+
+
+@asynccontextmanager
+async def open_connector(
+    config: ConnectorConfig | Mapping[str, object],
+    *,
+    engine: Engine | None = None,
+    payload_types: Iterable[type] = (),
+) -> AsyncIterator[Connector]:
+    """Open a stage's connector for the length of an ``async with`` block.
+
+    A sender listens when the block is entered. Leaving it closes everything in order and within `close_grace`: calls
+    that wait end with `ConnectorClosed`, writes in flight are waited for, peers are told, the port is free.
+
+    Args:
+        config: A `ConnectorConfig`, or the `extra` of a deploy file.
+        engine: An engine that the caller opened and keeps open longer than the connector; by default one is
+            opened as `backend_type` says.
+        payload_types: Dataclasses, attrs classes, msgspec structs and named tuples that `get` restores; others arrive
+            as dicts.
+
+    Raises:
+        ConfigError: a value is not allowed.
+        BindFailed: the port cannot be listened on.
+        EngineUnavailable: the engine cannot be opened here.
+    """
+    if not isinstance(config, ConnectorConfig):
+        config = ConnectorConfig.from_dict(config)
+    async with AsyncExitStack() as stack:
+        if engine is None:
+            engine = await stack.enter_async_context(
+                open_engine(config.backend_type, pool_size=config.memory_pool_size, device=config.memory_pool_device)
+            )
+        hosts = resolve_host(config.host, advertise=config.advertise_host)
+        listener = None
+        endpoint = Endpoint(hosts.advertise, config.zmq_port)
+        if config.role != "receiver":
+            listener = await stack.enter_async_context(open_listener(hosts.bind, config.zmq_port))
+            endpoint = Endpoint(hosts.advertise, listener.port)
+        pool = Pool(engine.region, Extents(engine.region.size, guarantees=_guarantees(config, engine.region.size)))
+        deployment = wire.Deployment(socket.gethostname(), config.stage_id, config.rank, config.replica, config.digest)
+        connector: Connector | None = None
+
+        async def drain() -> None:
+            assert connector is not None
+            await connector._drain()
+
+        # The grace is the drain's own; what is added here only bounds the farewell.
+        async with open_service(drain=drain, drain_timeout=config.close_grace + 1) as nursery:
+            receiver = Receiver(
+                config,
+                engine=engine,
+                pool=pool,
+                nursery=nursery,
+                deployment=deployment,
+                payload_types={f"{t.__module__}:{t.__qualname__}": t for t in payload_types},
+            )
+            nursery.start_soon(receiver.beat)
+            sender = None
+            if listener is not None:
+                sender = Sender(config, engine=engine, pool=pool, nursery=nursery, deployment=deployment)
+                nursery.start_soon(sender.serve, listener)
+                nursery.start_soon(sender.sweep)
+            connector = Connector(config, engine=engine, pool=pool, sender=sender, receiver=receiver, endpoint=endpoint)
+            logger.info("connector open: %s, engine %s, pool %d bytes", endpoint, engine.name, pool.extents.size)
+            yield connector
+        logger.info("connector closed: %s", endpoint)
+
+
+def _guarantees(config: ConnectorConfig, size: int) -> dict[str, int]:
+    if config.role != "both":
+        return {}
+    share = int(size * config.guaranteed_fraction)
+    return {INBOUND: share, OUTBOUND: share}

@@ -1,0 +1,643 @@
+"""The receiving half of a connector: its senders, what is wanted of them, and the payloads that arrived."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from math import inf
+
+import attrs
+import torch
+import trio
+
+from . import _payload
+from ._buffer import ManagedBuffer
+from ._config import ConnectorConfig, Endpoint
+from ._errors import (
+    ConnectorClosed,
+    DescriptorRefused,
+    EngineMismatch,
+    Expired,
+    Gone,
+    NoRoom,
+    NotReady,
+    PeerLost,
+    PeerRestarted,
+    RemoteProtocolError,
+    TooBig,
+    TransferFailed,
+    TrioMoriError,
+)
+from ._pool import Pool
+from ._protocol import inbox as book
+from ._protocol import wire
+from ._protocol.extents import INBOUND, Extent
+from ._protocol.inbox import Channel, Inbox, Interest, State
+from ._protocol.keys import edge_of, names_of
+from ._sender import INLINE_COPY, offer
+from ._stock import StockSender
+from ._traffic import Traffic
+from ._zmq import open_dialler
+from .abc import Arrived, Connected, Descriptor, Disconnected, Engine, Link
+
+logger = logging.getLogger("trio_mori.receiver")
+
+# Reasons of `Interest.failure` that only the shell knows, beside those of the book.
+_CLOSED = 300
+_CHANGED_DIALECT = 301
+
+
+@attrs.define(eq=False)
+class Upstream:
+    """One sender that this receiver talks to.
+
+    Attributes:
+        link: None until the dialling task runs.
+        dialect: Set when it is known whether the peer speaks the native dialect; replaced on a reconnect.
+        stock: How it is asked if it is a stock sender.
+        refusal: Why it cannot be used, until the next connection.
+        parked: What `get_nowait` asked for and nobody has taken yet, by key.
+        last_heard: When its last message came.
+    """
+
+    endpoint: Endpoint
+    channel: Channel
+    link: Link | None = None
+    connected: bool = False
+    dialect: trio.Event = attrs.field(factory=trio.Event)
+    stock: StockSender | None = None
+    refusal: TrioMoriError | None = None
+    parked: dict[str, Interest] = attrs.field(factory=dict)
+    composing: bool = False
+    last_heard: float = inf
+
+
+class Receiver:
+    """Runs in the nursery of its connector, which starts `beat` once; senders are dialled as they are named."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        *,
+        engine: Engine,
+        pool: Pool,
+        nursery: trio.Nursery,
+        deployment: wire.Deployment,
+        payload_types: Mapping[str, type],
+    ) -> None:
+        size = pool.extents.size
+        self.traffic = Traffic()
+        self.malformed = 0
+        self.timeouts = 0
+        self.upstreams: dict[Endpoint, Upstream] = {}
+        self.book = Inbox(
+            pool.extents,
+            prepost_limit=int(size * config.prepost_fraction),
+            quarantine_limit=int(size * config.quarantine_fraction),
+        )
+        self._config = config
+        self._engine = engine
+        self._pool = pool
+        self._nursery = nursery
+        self._deployment = deployment
+        self._payload_types = payload_types
+        self._closing = False
+        self._room_came = False
+        self._settled = trio.Event()
+        self._first_upstream = trio.Event()
+        pool.on_room = self._note_room
+
+    # --- gets ---------------------------------------------------------------------------------------------
+
+    async def get(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> object:
+        """The payload of a full key, in memory of its own; waits until the sender has it."""
+        while True:
+            upstream = await self._ready_upstream(endpoint)
+            if upstream.stock is not None:
+                value, size = await upstream.stock.get(key, known)
+                self.traffic.count(edge_of(key), size)
+                return value
+            interest = upstream.parked.pop(key, None) or self.book.post(upstream.channel, key)
+            if await self._wait(interest):
+                return await self._take(interest)
+
+    def get_nowait(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> object:
+        """As `get`, if the payload is here; otherwise ask for it, and keep asking.
+
+        Raises:
+            NotReady: it has not come yet.
+            NoRoom: it waits at the sender for room in this pool.
+        """
+        upstream = self._upstream(endpoint)
+        if upstream.stock is not None:
+            value, size = upstream.stock.get_nowait(key, known)
+            self.traffic.count(edge_of(key), size)
+            return value
+        if upstream.refusal is not None:
+            raise upstream.refusal
+        interest = upstream.parked.get(key)
+        if interest is None:
+            interest = upstream.parked[key] = self.book.post(upstream.channel, key)
+            self.flush()
+        if interest.state is State.OFFERED:
+            raise NoRoom(
+                f"get of {key!r}: its {interest.needed} bytes wait at the sender, for this pool has no room now; "
+                "release leases, get faster, or raise memory_pool_size",
+                size=interest.needed,
+                free=self._pool.extents.free_bytes,
+                quarantined=self.book.quarantined,
+            )
+        if not interest.settled:
+            raise NotReady(f"{key!r} has not come from {endpoint.address} yet")
+        del upstream.parked[key]
+        self._check(interest)
+        self.book.take(interest)
+        try:
+            value = self._restore(interest)
+        except BaseException:
+            self._give_back(interest)
+            raise
+        self._finish(interest)
+        return value
+
+    def ask(self, endpoint: Endpoint, key: str, epoch: bytes | None) -> Ask:
+        """Ask for a payload ahead of the time when it is waited for.
+
+        Args:
+            epoch: Only of this incarnation of the sender, if it is known.
+        """
+        upstream = self._upstream(endpoint)
+        if upstream.stock is not None:
+            return Ask(self, endpoint, key, None)
+        if upstream.refusal is not None:
+            raise upstream.refusal
+        interest = self.book.post(upstream.channel, key, epoch=epoch)
+        self.flush()
+        return Ask(self, endpoint, key, interest)
+
+    async def _take(self, interest: Interest) -> object:
+        self.book.take(interest)
+        try:
+            if interest.size <= INLINE_COPY:
+                value = self._restore(interest)
+            else:
+                value = await trio.to_thread.run_sync(self._restore, interest)
+        except BaseException:
+            self._give_back(interest)
+            raise
+        self._finish(interest)
+        return value
+
+    def _restore(self, interest: Interest) -> object:
+        return _payload.restore(interest.header, self._source(interest), payload_types=self._payload_types).value
+
+    def _source(self, interest: Interest) -> torch.Tensor:
+        if interest.extent is None:
+            return self._pool.region.tensor[:0]
+        return self._pool.tensor(interest.extent, interest.size)
+
+    def _finish(self, interest: Interest) -> None:
+        self.traffic.count(edge_of(interest.key), interest.size)
+        extent = self.book.acknowledge(interest)
+        if extent is not None:
+            self.book.release(extent)
+        self.flush()
+
+    @asynccontextmanager
+    async def lease(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> AsyncIterator[Lease]:
+        """The payload where it arrived, for as long as the block lasts."""
+        lease = await self._lease(endpoint, key, known)
+        with lease.buffer:
+            yield lease
+
+    async def _lease(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> Lease:
+        while True:
+            upstream = await self._ready_upstream(endpoint)
+            if upstream.stock is not None:
+                buffer = await upstream.stock.lease(key, known)
+                self.traffic.count(edge_of(key), buffer.size)
+                header = _payload.plan(torch.empty(buffer.size, dtype=torch.uint8)).header
+                return Lease(buffer, header, self._payload_types)
+            interest = upstream.parked.pop(key, None) or self.book.post(upstream.channel, key)
+            if await self._wait(interest):
+                break
+        self.book.take(interest)
+        size, header = interest.size, interest.header
+        if interest.extent is None:  # a payload without tensors; a buffer wants memory all the same
+            try:
+                interest.extent = self._pool.reserve_nowait(1, INBOUND)
+            except NoRoom:
+                self._give_back(interest)
+                raise
+        extent = self.book.acknowledge(interest)
+        assert extent is not None
+        self.traffic.count(edge_of(key), size)
+        self.flush()
+        return Lease(self.buffer(extent, size), header, self._payload_types)
+
+    def buffer(self, extent: Extent, size: int) -> ManagedBuffer:
+        """Hand memory that was acknowledged to a caller."""
+
+        def release() -> None:
+            self.book.release(extent)
+            self.flush()
+
+        return ManagedBuffer(self._pool, extent, size, release, on_detach=lambda: self.book.hand_over(extent))
+
+    # --- waiting ------------------------------------------------------------------------------------------
+
+    async def _wait(self, interest: Interest) -> bool:
+        """Until it arrived. False: ask again, for the sender speaks another dialect now. Gives it back on errors."""
+        self.flush()
+        try:
+            if interest.settled:
+                await trio.lowlevel.checkpoint()
+            else:
+                await self._park(interest)
+        except BaseException:
+            self._give_back(interest)
+            raise
+        if interest.failure is not None and interest.failure[0] == _CHANGED_DIALECT:
+            return False
+        self._check(interest)
+        return True
+
+    async def _park(self, interest: Interest) -> None:
+        interest.waiter = trio.lowlevel.current_task()
+
+        def abort(_: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
+            interest.waiter = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def _check(self, interest: Interest) -> None:
+        if interest.failure is None:
+            return
+        code, detail = interest.failure
+        key, endpoint = interest.key, self._upstream_of(interest.channel).endpoint
+        if code == wire.EXPIRED:
+            raise Expired(
+                f"{key!r} expired at the sender {endpoint.address}: nobody fetched it in time. {detail}", key=key
+            )
+        if code == wire.GONE:
+            raise Gone(f"{key!r} was dropped by the sender {endpoint.address}, which cleaned it up", key=key)
+        if code == book.TOO_BIG:
+            raise TooBig(
+                f"{key!r} can never be received here, and stays at the sender {endpoint.address}: {detail}",
+                size=interest.needed,
+                limit=self._pool.extents.limit(INBOUND),
+            )
+        if code in (book.PEER_LOST, book.PEER_RESTARTED):
+            kind = PeerLost if code == book.PEER_LOST else PeerRestarted
+            raise kind(f"{key!r} will not come from the sender {endpoint.address}: {detail}", peer=endpoint.address)
+        if code == book.MISMATCH:
+            refusal = self.upstreams[endpoint].refusal
+            raise refusal if refusal is not None else EngineMismatch(detail)
+        if code == _CLOSED:
+            raise ConnectorClosed(f"the connector was closed while get waited for {key!r}")
+        if code == wire.LIMIT:
+            raise NoRoom(f"get of {key!r} refused by the sender {endpoint.address}: {detail}", size=0, free=0)
+        raise TransferFailed(f"{key!r} could not be moved here, and stays at the sender {endpoint.address}: {detail}")
+
+    def _upstream_of(self, channel: Channel) -> Upstream:
+        assert isinstance(channel.handle, Upstream)
+        return channel.handle
+
+    def _give_back(self, interest: Interest) -> None:
+        self.book.give_back(interest)
+        self.flush()
+
+    def cancel(self, name: str, edge: str | None) -> int:
+        """Give up what `get_nowait` asked for under a key or of a request; the payloads stay at their senders."""
+        count = 0
+        for upstream in self.upstreams.values():
+            for key in list(upstream.parked):
+                if name in names_of(key) and (edge is None or edge_of(key) == edge):
+                    self.book.give_back(upstream.parked.pop(key))
+                    count += 1
+        self.flush()
+        return count
+
+    # --- what the book left to do -------------------------------------------------------------------------
+
+    def _note_room(self) -> None:
+        self._room_came = True
+
+    def flush(self) -> None:
+        """Carry out what the book decided: wake callers, send messages."""
+        if self._room_came or self.book.hungry:
+            self._room_came = False
+            self.book.find_room()
+        if self.book.waking:
+            waking, self.book.waking = self.book.waking, []
+            for interest in waking:
+                task, interest.waiter = interest.waiter, None
+                if isinstance(task, trio.lowlevel.Task):
+                    trio.lowlevel.reschedule(task)
+        if self.book.talking:
+            talking, self.book.talking = self.book.talking, {}
+            for channel in talking:
+                self._compose_later(self._upstream_of(channel))
+
+    def _compose_later(self, upstream: Upstream) -> None:
+        if upstream.composing or upstream.link is None:
+            return
+        upstream.composing = True
+        channel = upstream.channel
+
+        def compose() -> list[bytes] | None:
+            upstream.composing = False
+            if not channel.outgoing or channel.epoch is None:
+                return None
+            messages, channel.outgoing = channel.outgoing, []
+            return wire.encode(wire.Requests(channel.token, channel.generation, channel.epoch, messages))
+
+        upstream.link.send(compose)
+
+    # --- senders ------------------------------------------------------------------------------------------
+
+    def _upstream(self, endpoint: Endpoint) -> Upstream:
+        if self._closing:
+            raise ConnectorClosed("get after the connector was closed")
+        upstream = self.upstreams.get(endpoint)
+        if upstream is None:
+            upstream = Upstream(endpoint, self.book.open_channel(os.urandom(16)))
+            self.upstreams[endpoint] = upstream.channel.handle = upstream
+            self._nursery.start_soon(self._talk, upstream)
+            self._first_upstream.set()
+        return upstream
+
+    async def _ready_upstream(self, endpoint: Endpoint) -> Upstream:
+        """A sender of which it is known what it speaks."""
+        upstream = self._upstream(endpoint)
+        if not upstream.dialect.is_set():
+            await upstream.dialect.wait()
+        if self._closing:
+            raise ConnectorClosed(f"the connector was closed while get waited for the sender {endpoint.address}")
+        if upstream.refusal is not None:
+            await trio.lowlevel.checkpoint()
+            raise upstream.refusal
+        return upstream
+
+    async def _talk(self, upstream: Upstream) -> None:
+        """Keep a connection to one sender until cancelled."""
+        endpoint = upstream.endpoint
+        async with open_dialler(endpoint.host, endpoint.port) as link:
+            upstream.link = link
+            while True:
+                for event in await link.receive():
+                    if isinstance(event, Arrived):
+                        self._on_arrival(upstream, event)
+                    elif isinstance(event, Connected):
+                        upstream.connected = True
+                        self._say_hello(upstream, upstream.channel.generation + 1)
+                    elif isinstance(event, Disconnected):
+                        self._on_disconnected(upstream)
+                self.flush()
+
+    def _say_hello(self, upstream: Upstream, generation: int) -> None:
+        assert upstream.link is not None
+        channel = upstream.channel
+        if generation != channel.generation:
+            self.book.disconnected(channel, trio.current_time())
+            channel.generation = generation
+        hello = wire.Hello(
+            wire.OLDEST_VERSION,
+            wire.VERSION,
+            channel.token,
+            generation,
+            self._config.heartbeat_interval,
+            [offer(self._engine)],
+            self._deployment,
+        )
+        upstream.link.send(wire.encode(hello))
+
+    def _on_disconnected(self, upstream: Upstream) -> None:
+        upstream.connected = False
+        self.book.disconnected(upstream.channel, trio.current_time())
+        if upstream.stock is not None or upstream.refusal is not None:
+            upstream.dialect = trio.Event()
+            upstream.stock = upstream.refusal = None
+
+    def _on_arrival(self, upstream: Upstream, event: Arrived) -> None:
+        channel = upstream.channel
+        try:
+            if not wire.is_native(event.frames):
+                self._on_stock_answer(upstream, event)
+                return
+            body = wire.decode_from_sender(event.frames)
+            upstream.last_heard = trio.current_time()
+            if isinstance(body, wire.VersionRange):
+                self._refuse(upstream, self._other_version(upstream, body))
+            elif body.session != channel.token or body.generation != channel.generation:
+                return
+            elif isinstance(body, wire.Welcome):
+                self._on_welcome(upstream, body)
+            elif isinstance(body, wire.Mismatch):
+                self._refuse(upstream, self._mismatch(upstream, body))
+            elif isinstance(body, wire.Stale):
+                self._say_hello(upstream, channel.generation + 1)
+            elif body.epoch == channel.epoch:
+                self._on_replies(upstream, body)
+        except RemoteProtocolError as error:
+            self.malformed += 1
+            logger.warning("from %s: %s", upstream.endpoint.address, error)
+
+    def _on_replies(self, upstream: Upstream, body: wire.Replies) -> None:
+        now = trio.current_time()
+        for message in body.messages:
+            self.book.on_message(upstream.channel, message, now)
+            if isinstance(message, wire.Leaving) and upstream.link is not None:
+                logger.info("sender %s closed", upstream.endpoint.address)
+                channel = upstream.channel
+                farewell = wire.Requests(channel.token, channel.generation, body.epoch, [wire.Bye()])
+                upstream.link.send(wire.encode(farewell))
+                break
+        self._settled.set()
+
+    def _on_welcome(self, upstream: Upstream, welcome: wire.Welcome) -> None:
+        channel = upstream.channel
+        fresh = channel.epoch != welcome.epoch
+        self.book.welcome(channel, welcome.epoch)
+        upstream.stock = upstream.refusal = None
+        upstream.dialect.set()
+        if fresh:
+            self._nursery.start_soon(self._watch, upstream, welcome)
+
+    def _on_stock_answer(self, upstream: Upstream, event: Arrived) -> None:
+        """A stock sender answers our hello, and nothing else on this connection."""
+        if wire.decode_stock_answer(event.frames) != wire.TRANSFER_ERROR or upstream.stock is not None:
+            return
+        logger.info("sender %s speaks the vllm-omni dialect", upstream.endpoint.address)
+        endpoint = upstream.endpoint
+        upstream.stock = StockSender(
+            endpoint.host,
+            endpoint.port,
+            config=self._config,
+            engine=self._engine,
+            pool=self._pool,
+            book=self.book,
+            nursery=self._nursery,
+            buffer=self.buffer,
+        )
+        upstream.refusal = None
+        upstream.parked.clear()
+        self.book.fail_all(upstream.channel, _CHANGED_DIALECT, "")
+        upstream.dialect.set()
+
+    def _refuse(self, upstream: Upstream, error: TrioMoriError) -> None:
+        logger.warning("%s", error)
+        upstream.refusal = error
+        self.book.fail_all(upstream.channel, book.MISMATCH, str(error))
+        upstream.dialect.set()
+
+    def _mismatch(self, upstream: Upstream, body: wire.Mismatch) -> EngineMismatch:
+        ours = self._engine.name
+        return EngineMismatch(
+            f"no way for the sender {upstream.endpoint.address} to write into this pool: {body.detail} "
+            f"(ours: {ours}; its: {', '.join(body.engines)})",
+            ours=(ours,),
+            theirs=tuple(body.engines),
+        )
+
+    def _other_version(self, upstream: Upstream, body: wire.VersionRange) -> RemoteProtocolError:
+        return RemoteProtocolError(
+            f"the sender {upstream.endpoint.address} speaks versions {body.oldest} to {body.newest} of the protocol, "
+            f"this side {wire.OLDEST_VERSION} to {wire.VERSION}: install the same release of trio_mori at both ends"
+        )
+
+    async def _watch(self, upstream: Upstream, welcome: wire.Welcome) -> None:
+        """Free what a sender may write to when its process is proven dead."""
+        theirs = next((o for o in welcome.offers if o.name == self._engine.name), None)
+        if theirs is None:
+            return
+        try:
+            peer = self._engine.add_peer(Descriptor(theirs.engine, theirs.memory))
+        except DescriptorRefused as error:
+            # It can write here, but its end cannot be proven: what it leaves unanswered stays in quarantine.
+            logger.warning("the sender %s cannot be watched: %s", upstream.endpoint.address, error)
+            return
+        await self._engine.wait_fenced(peer)
+        logger.info("sender %s: its process has ended", upstream.endpoint.address)
+        self.book.fenced(upstream.channel, welcome.epoch, trio.current_time())
+        self._settled.set()
+        self.flush()
+
+    # --- liveness -----------------------------------------------------------------------------------------
+
+    async def beat(self) -> None:
+        """The coarse heartbeat: say that we live, and give up on senders that are gone for too long."""
+        await self._first_upstream.wait()
+        while True:
+            await trio.sleep(self._config.heartbeat_interval)
+            now = trio.current_time()
+            for upstream in self.upstreams.values():
+                self._beat(upstream, now)
+            self.flush()
+
+    def _beat(self, upstream: Upstream, now: float) -> None:
+        channel, link = upstream.channel, upstream.link
+        if link is not None:
+            link.recheck()
+        if channel.up:
+            self.book.heartbeat(channel)
+        elif upstream.connected and upstream.stock is None:
+            self._say_hello(upstream, channel.generation)  # the first one, or its answer, was lost
+        lost_since = min(channel.lost_since, upstream.last_heard)
+        if now - lost_since >= self._config.peer_timeout:
+            detail = (
+                f"the sender {upstream.endpoint.address} has been silent for {now - lost_since:.0f} s (peer_timeout is "
+                f"{self._config.peer_timeout:g} s); its process may have ended, or be stopped or stuck"
+            )
+            logger.warning("%s", detail)
+            self.timeouts += 1
+            self.book.fail_all(channel, book.PEER_LOST, detail)
+            channel.lost_since = upstream.last_heard = inf
+
+    # --- closing ------------------------------------------------------------------------------------------
+
+    async def drain(self, deadline: float) -> bool:
+        """End all waiting, and get every destination back. False: a sender may still write into the pool."""
+        self._closing = True
+        for upstream in self.upstreams.values():
+            upstream.dialect.set()
+            self.book.fail_all(upstream.channel, _CLOSED, "")
+            for interest in list(upstream.channel.interests.values()):
+                self.book.give_back(interest)
+        self.flush()
+        with trio.CancelScope(deadline=deadline):
+            while self.book.quarantined:
+                self._settled = trio.Event()
+                await self._settled.wait()
+        for upstream in self.upstreams.values():
+            channel = upstream.channel
+            if channel.up and upstream.link is not None and channel.epoch is not None:
+                farewell = wire.Requests(channel.token, channel.generation, channel.epoch, [wire.Bye()])
+                upstream.link.send(wire.encode(farewell))
+        await trio.lowlevel.checkpoint()
+        return not self.book.quarantined
+
+
+class Ask:
+    """A payload that was asked for. Wait for it with `receive`, or give it back.
+
+    Attributes:
+        epoch: After `receive`: the incarnation of the sender that it came from.
+    """
+
+    def __init__(self, receiver: Receiver, endpoint: Endpoint, key: str, interest: Interest | None) -> None:
+        self.epoch: bytes | None = None
+        self._receiver = receiver
+        self._endpoint = endpoint
+        self._key = key
+        self._interest = interest
+
+    async def receive(self) -> object:
+        """The payload, in memory of its own. If this is cancelled or fails, it was given back."""
+        interest, receiver = self._interest, self._receiver
+        if interest is not None and await receiver._wait(interest):
+            self.epoch = interest.epoch
+            return await receiver._take(interest)
+        return await receiver.get(self._endpoint, self._key, {})
+
+    def give_back(self) -> None:
+        """It is not wanted any more; it stays with the sender."""
+        if self._interest is not None:
+            self._receiver._give_back(self._interest)
+
+
+class Lease:
+    """What arrived, where it arrived, for the length of an ``async with conn.lease(...)`` block.
+
+    Tensors taken from it alias the pool. They must be gone when the block ends: delete them or copy what is to stay.
+    """
+
+    def __init__(self, buffer: ManagedBuffer, header: bytes, payload_types: Mapping[str, type]) -> None:
+        self.buffer = buffer
+        self._header = header
+        self._payload_types = payload_types
+
+    @property
+    def size(self) -> int:
+        """Bytes of the payload in the pool."""
+        return self.buffer.size
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes as a 1-D uint8 tensor."""
+        return self.buffer.tensor
+
+    def as_tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The bytes as a tensor of that dtype and shape.
+
+        Raises:
+            ValueError: dtype and shape need another number of bytes.
+        """
+        return self.buffer.as_tensor(dtype, shape)
+
+    def value(self) -> object:
+        """The payload as `get` would return it, with its tensors as views of the pool; anything else is a copy."""
+        return _payload.restore(self._header, self.buffer.tensor, payload_types=self._payload_types, copy=False).value
