@@ -1,176 +1,264 @@
-"""The demo's stages and its WAV reading, each on its own: no connector, no process."""
+"""The examples as a user starts them: as processes."""
 
 from __future__ import annotations
 
-import math
-import struct
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
+import trio
 
-from examples.pipeline import make_recording
-from examples.pipeline.models import FRAME, SAMPLE_RATE, Code2Wav, CodecChunks, Talker, Thinker, run_in_one_process
-from examples.pipeline.wav import WavError, read_wav, resample, wav_bytes
-
-pytestmark = pytest.mark.deterministic
-
-RECORDING = Path(make_recording.__file__).with_name("recording.wav")
+ROOT = Path(__file__).parent.parent
+STAGES = ("thinker", "talker", "code2wav")
+LIMIT = 60  # seconds; a run takes six on two idle cores, and tests run on busy ones
 
 
-def decibels(wanted: Tensor, got: Tensor) -> float:
-    """Signal to noise ratio."""
-    return 10 * math.log10(wanted.square().sum() / (wanted - got).square().sum())
+def children_of(pid: int) -> dict[str, int]:
+    """The demo's stage processes by their role, from the process table."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(parent) == pid and b"examples.pipeline.process" in command:
+            found[command[-2].decode()] = int(entry.name)
+    return found
 
 
-def tone(rate: int, seconds: float = 0.25, pitch: float = 440) -> Tensor:
-    return 0.5 * torch.sin(2 * math.pi * pitch * torch.arange(round(rate * seconds)) / rate)
+class Demo:
+    """A demo that runs, its stages, and what it printed when it ended."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        self.stages = children_of(process.pid)
+        self._pidfds = [os.pidfd_open(pid) for pid in self.stages.values()]
+        self.output = b""
+        self.errors = b""
+
+    async def wait(self) -> int:
+        """Read all that it prints until it ends; returns its exit status."""
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._read_errors, self.process.stderr)
+            async for part in self.process.stdout:
+                self.output += part
+        return await self.process.wait()
+
+    async def _read_errors(self, stream: trio.abc.ReceiveStream) -> None:
+        async for part in stream:
+            self.errors += part
+
+    async def wait_stages(self) -> None:
+        """Wait until no stage is left; a stage that stays is a failure."""
+        with trio.fail_after(10):
+            for pidfd in self._pidfds:
+                await trio.lowlevel.wait_readable(pidfd)
+
+    def close(self) -> None:
+        for pidfd in self._pidfds:
+            os.close(pidfd)
 
 
-def riff(tag: int, bits: int, channels: int, rate: int, data: bytes, size: int | None = None) -> bytes:
-    """A WAV written by hand, so that the reader is not tested with the writer."""
-    align = channels * bits // 8
-    form = struct.pack("<4sIHHIIHH", b"fmt ", 16, tag, channels, rate, rate * align, align, bits)
-    odd = struct.pack("<4sI", b"LIST", 3) + b"abc\0"
-    body = form + odd + struct.pack("<4sI", b"data", len(data) if size is None else size) + data
-    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body
+@asynccontextmanager
+async def running_demo(folder: Path) -> AsyncIterator[Demo]:
+    """A demo in the middle of its work, slow enough that there is time to disturb it."""
+    (folder / "tmp").mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "examples.pipeline",
+        "--speed",
+        "0.5",
+        "--out",
+        str(folder / "out.wav"),
+    ]
+    run = partial(
+        trio.run_process,
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery:
+            process: trio.Process = await nursery.start(run)
+            assert process.stdout is not None
+            first = await process.stdout.receive_some()
+            assert b"code2wav" in first, first
+            demo = Demo(process)
+            try:
+                yield demo
+            finally:
+                demo.close()
+            nursery.cancel_scope.cancel()
 
 
-# --- the stages --------------------------------------------------------------------------------------------
+# --- the demo ----------------------------------------------------------------------------------------------
 
 
-def test_what_comes_out_is_recognisably_the_recording() -> None:
-    samples, rate = read_wav(RECORDING)
-    assert rate == SAMPLE_RATE
-    sound = run_in_one_process(samples, frames=25, context=25)
-    assert decibels(samples, sound[FRAME : FRAME + len(samples)]) > 15
+def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "examples.pipeline", "--out", str(out), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
-@pytest.mark.parametrize("frames", [1, 7, 25, 10_000])
-def test_how_the_codes_are_cut_into_chunks_makes_no_difference(frames: int) -> None:
-    samples = tone(SAMPLE_RATE)
-    # Not bit for bit: a matrix product may round differently for another number of rows.
-    torch.testing.assert_close(run_in_one_process(samples, frames, 25), run_in_one_process(samples, 10, 1))
+def test_the_demo_makes_what_one_process_makes_and_shows_what_passed(tmp_path: Path) -> None:
+    run = run_demo(tmp_path / "new" / "out.wav", "--speed", "0")
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert run.stdout.splitlines()[-1] == "bit-identical: yes"
+    assert [file.name for file in sorted((tmp_path / "new").iterdir())] == [
+        "out-1.wav",
+        "out-2.wav",
+        "out-3.wav",
+        "out.wav",
+    ]
+    rows = re.findall(r"(\d) -> (\d) [a-z ]+? +(\d+) +(\d+) +(\d+) +(\d+) +([\d,]+) ", run.stdout)
+    assert [row[:2] for row in rows] == [("0", "1"), ("1", "2")]
+    assert rows[0][3] == rows[1][2]  # stage 1 is one process
+    assert len({rows[0][2], rows[0][3], rows[1][3]}) == 3
+    for row in rows:
+        assert row[4] == row[5]  # all that was put was got
+        assert int(row[6].replace(",", "")) > 1_000_000
 
 
-def test_without_left_context_the_chunk_borders_are_audible() -> None:
-    samples = tone(SAMPLE_RATE)
-    assert decibels(run_in_one_process(samples, 5, 1), run_in_one_process(samples, 5, 0)) < 20
+async def test_two_demos_on_one_machine_do_not_meet(tmp_path: Path) -> None:
+    async def one(name: str) -> None:
+        run = await trio.to_thread.run_sync(run_demo, tmp_path / name, "--requests", "1")
+        assert run.returncode == 0, run.stderr
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(one, "a.wav")
+        nursery.start_soon(one, "b.wav")
+    assert (tmp_path / "a.wav").read_bytes() == (tmp_path / "b.wav").read_bytes()
 
 
-def test_hidden_states_and_codes_have_the_shapes_that_the_stages_promise() -> None:
-    hidden = list(Thinker()(tone(SAMPLE_RATE)))
-    assert [len(h) for h in hidden] == [10, 10, 6]
-    assert all(h.dtype == torch.bfloat16 and h.shape[1] == 1024 for h in hidden)
-    codes = Talker()(hidden[0])
-    assert codes.dtype == torch.int64
-    assert codes.shape == (10, 80)
-    assert codes.min() >= 0
-    assert codes.max() < 31**2
-    assert Code2Wav()(codes, left_context=4).shape == (6 * FRAME,)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_ends_all_of_it_quietly(tmp_path: Path, number: signal.Signals) -> None:
+    async with running_demo(tmp_path) as demo:
+        assert len(demo.stages) == 3
+        demo.process.send_signal(number)
+        with trio.fail_after(10):
+            assert await demo.wait() == 130
+        assert demo.errors == b"interrupted; all stages are closed\n"
+        await demo.wait_stages()
+        assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_silence_stays_silent() -> None:
-    assert not run_in_one_process(torch.zeros(1000), 25, 25).any()
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_killed_stage_ends_the_others_and_is_named(tmp_path: Path, stage: int) -> None:
+    async with running_demo(tmp_path) as demo:
+        victim = demo.stages[str(stage)]
+        os.kill(victim, signal.SIGKILL)
+        with trio.fail_after(10):
+            assert await demo.wait() == 1
+        message = f"stage {stage} ({STAGES[stage]}), process {victim}, was killed by SIGKILL before the work was done"
+        assert demo.errors.decode() == f"{message}; the other stages were ended\n"
+        await demo.wait_stages()
 
 
-def test_chunks_carry_up_to_the_context_and_nothing_is_cut_twice() -> None:
-    chunks = CodecChunks(frames=4, context=6)
-    codes = torch.arange(11 * 80).view(11, 80)
-    cut = [*chunks.push(codes[:3]), *chunks.push(codes[3:9]), *chunks.push(codes[9:]), *chunks.flush(), *chunks.flush()]
-    assert [(len(c.codes), c.left_context) for c in cut] == [(4, 0), (8, 4), (9, 6)]
-    assert torch.equal(torch.cat([c.codes[c.left_context :] for c in cut]), codes)
-    assert torch.equal(cut[2].codes[:6], codes[2:8])
+async def test_stages_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    async with running_demo(tmp_path) as demo:
+        demo.process.kill()
+        assert await demo.wait() == -signal.SIGKILL
+        await demo.wait_stages()
+        assert demo.errors == b""
 
 
-# --- WAV files ---------------------------------------------------------------------------------------------
+def test_a_recording_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.wav"
+    wrong.write_bytes(b"no sound at all")
+    run = run_demo(tmp_path / "out.wav", "--wav", str(wrong))
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"stage 0 (thinker) failed: {wrong}: not a RIFF/WAVE file")
+    assert run.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("tag", "bits"), [(1, 8), (1, 16), (1, 24), (1, 32), (3, 32), (3, 64)])
-@pytest.mark.parametrize("channels", [1, 2])
-def test_every_sample_format_is_read(tmp_path: Path, tag: int, bits: int, channels: int) -> None:
-    wanted = tone(8000)
-    data = bytearray()
-    for value in wanted.double().tolist():
-        whole = round(value * (2 ** (bits - 1) - 1))
-        if tag == 3:
-            one = struct.pack("<f" if bits == 32 else "<d", value)
-        elif bits == 8:
-            one = bytes([whole + 128])
-        else:
-            one = whole.to_bytes(bits // 8, "little", signed=True)
-        data += one * channels
-    (tmp_path / "in.wav").write_bytes(riff(tag, bits, channels, 8000, bytes(data)))
-    samples, rate = read_wav(tmp_path / "in.wav")
-    assert rate == 8000
-    assert samples.dtype == torch.float32
-    torch.testing.assert_close(samples, wanted, atol=2.0 ** -(min(bits, 24) - 2), rtol=0)
-
-
-def test_stereo_is_mixed_down(tmp_path: Path) -> None:
-    (tmp_path / "in.wav").write_bytes(riff(1, 16, 2, 8000, struct.pack("<4h", 16384, 0, -16384, -16384)))
-    samples, _ = read_wav(tmp_path / "in.wav")
-    assert samples.tolist() == [0.25, -0.5]
-
-
-def test_a_header_written_to_a_pipe_is_understood(tmp_path: Path) -> None:
-    (tmp_path / "in.wav").write_bytes(riff(1, 16, 1, 8000, struct.pack("<2h", 16384, 8192), size=0xFFFFFFFF))
-    assert read_wav(tmp_path / "in.wav")[0].tolist() == [0.5, 0.25]
-
-
-def test_an_extensible_header_is_understood(tmp_path: Path) -> None:
-    form = struct.pack("<HHIIHHHHIH14s", 0xFFFE, 1, 8000, 16000, 2, 16, 22, 16, 4, 1, bytes(14))
-    body = struct.pack("<4sI", b"fmt ", len(form)) + form + struct.pack("<4sI2h", b"data", 4, 16384, 8192)
-    (tmp_path / "in.wav").write_bytes(b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body)
-    assert read_wav(tmp_path / "in.wav")[0].tolist() == [0.5, 0.25]
+def test_a_stage_that_fails_is_named_once_and_not_those_that_hear_of_it(tmp_path: Path) -> None:
+    deploy = (ROOT / "examples" / "pipeline" / "pipeline.yaml").read_text()
+    assert "memory_pool_size: 67108864" in deploy
+    (tmp_path / "small.yaml").write_text(deploy.replace("67108864", "16384"))
+    run = run_demo(tmp_path / "out.wav", "--deploy", str(tmp_path / "small.yaml"))
+    assert run.returncode == 1
+    assert run.stderr.startswith("stage 0 (thinker) failed: TooBig: ")
+    assert run.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("arguments", "message"),
     [
-        (b"", "not a RIFF/WAVE file"),
-        (b"ID3\x04 an mp3, in truth", "not a RIFF/WAVE file"),
-        (b"RIFF\x04\0\0\0WAVE", "no fmt chunk"),
-        (riff(1, 16, 1, 8000, b"")[:-8], "no data chunk"),
-        (riff(1, 16, 1, 8000, b""), "holds no sound"),
-        (riff(1, 16, 1, 8000, b"\0"), "holds no sound"),
-        (riff(1, 16, 1, 8000, b"\0" * 10, size=100), "cut off: 100 bytes of sound announced, 10 present"),
-        (riff(2, 4, 1, 8000, b"\0" * 10), "format tag 2 with 4 bits"),
-        (riff(1, 12, 1, 8000, b"\0" * 10), "format tag 1 with 12 bits"),
-        (riff(1, 16, 6, 8000, b"\0" * 24), "6 channels"),
-        (riff(1, 16, 1, 10, b"\0" * 24), "10 Hz"),
-        (riff(3, 32, 1, 8000, struct.pack("<f", math.nan)), "not numbers"),
+        (("--wav", "nowhere.wav"), "nowhere.wav: no such file"),
+        (("--requests", "0"), "--requests 0: at least 1 is needed"),
+        (("--speed", "nan"), "--speed nan: a number from 0 up is needed"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_file_and_the_reason(
-    tmp_path: Path, content: bytes, message: str
+def test_wrong_arguments_are_refused_before_anything_starts(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    file = tmp_path / "in.wav"
-    file.write_bytes(content)
-    with pytest.raises(WavError, match=message) as caught:
-        read_wav(file)
-    assert str(caught.value).startswith(f"{file}: ")
+    run = run_demo(tmp_path / "new" / "out.wav", *arguments)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("rate", [8000, 11025, 44100, 48000, 192000])
-def test_any_rate_becomes_the_rate_of_the_models(rate: int) -> None:
-    got = resample(tone(rate), rate, SAMPLE_RATE)
-    wanted = tone(SAMPLE_RATE)
-    assert len(got) == pytest.approx(len(wanted), abs=1)
-    inner = slice(400, len(wanted) - 400)  # away from the abrupt ends of the tone
-    assert decibels(wanted[inner], got[inner]) > 50
+def test_on_a_terminal_the_progress_line_is_rewritten_in_place(tmp_path: Path) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "examples.pipeline", "--requests", "1", "--out", str(tmp_path / "out.wav")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=end, stdout=end, stderr=end) as process:
+        os.close(end)
+        output = b""
+        while part := read_terminal(terminal):
+            output += part
+        assert process.wait(LIMIT) == 0
+    os.close(terminal)
+    progress, _, table = output.decode().partition("\r\n")
+    assert progress.count("\r1 requests   thinker") > 5
+    assert progress.endswith("code2wav 100%")
+    assert "\r" not in table.replace("\r\n", "")
 
 
-def test_a_written_wav_is_read_back_within_one_step(tmp_path: Path) -> None:
-    samples = tone(SAMPLE_RATE)
-    (tmp_path / "out.wav").write_bytes(wav_bytes(samples, SAMPLE_RATE))
-    again, rate = read_wav(tmp_path / "out.wav")
-    assert rate == SAMPLE_RATE
-    torch.testing.assert_close(again, samples, atol=2 / 32768, rtol=0)
+def read_terminal(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # EIO: nobody has the other end open any more
+        return b""
 
 
-def test_the_recording_is_what_its_script_makes(tmp_path: Path) -> None:
-    (tmp_path / "again.wav").write_bytes(wav_bytes(make_recording.sing(), make_recording.RATE))
-    again, _ = read_wav(tmp_path / "again.wav")
-    torch.testing.assert_close(again, read_wav(RECORDING)[0], atol=2 / 32768, rtol=0)
+# --- the small ones ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("example", "lines"),
+    [
+        ("two_tasks.py", ["got step-2, torch.bfloat16, (2, 4), all 2"]),
+        ("two_processes.py", ["child: the table arrived intact", "parent: put 2 payloads, "]),
+        ("chunk_streams.py", ["first: 125 frames", "second: 200 frames", "third: 75 frames"]),
+        ("blocking_thread.py", ["got step-2, 1000 values, all 2", "gave up: "]),
+        ("from_asyncio.py", ["answers: [0, 10, 20]"]),
+    ],
+)
+def test_a_small_example_runs_and_says_what_its_docstring_promises(example: str, lines: list[str]) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / example)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    for line in lines:
+        assert line in run.stdout
+
+
+def test_small_examples_stay_small() -> None:
+    for example in (ROOT / "examples").glob("*.py"):
+        assert len(example.read_text().splitlines()) < 80, example.name

@@ -28,6 +28,10 @@ from examples.pipeline.messages import (
 )
 from examples.pipeline.report import Live
 
+ECHO_GRACE = (
+    5.0  # seconds for a failed stage to be heard of after its neighbours said so: it closes its connector first
+)
+
 
 class Stage:
     """A stage process as the parent sees it."""
@@ -40,6 +44,7 @@ class Stage:
         self.port: int | None = None
         self.done = trio.Event()
         self.finished: Finished | None = None
+        self.failure: str | None = None
 
     def ended_early(self) -> str:
         """How a stage that has not finished ended."""
@@ -70,9 +75,12 @@ class Demo:
                 nursery.start_soon(self.stop_on, signals)
                 await self.run_stages()
                 self.live.end()
-                await self.compare()
+                if not any(stage.failure for stage in self.stages):
+                    await self.compare()
                 nursery.cancel_scope.cancel()
         self.live.end()
+        for stage in self.stages:
+            self.failure = self.failure or stage.failure
 
     async def stop_on(self, signals: AsyncIterator[int]) -> None:
         async for _ in signals:
@@ -104,7 +112,7 @@ class Demo:
                 self.take(stage, message)
             await process.wait()
             nursery.cancel_scope.cancel()
-        if stage.finished is None:
+        if stage.finished is None and stage.failure is None:
             self.blame_the_killed()
             self.fail(stage.ended_early())
 
@@ -133,9 +141,13 @@ class Demo:
                 stage.done.set()
             case Finished():
                 stage.finished = message
-            case Failed(text):
+            case Failed(text, echo):
+                stage.failure = f"{stage.name} failed: {text}; the other stages were ended"
                 self.blame_the_killed()
-                self.fail(f"{stage.name} failed: {text}; the other stages were ended")
+                if echo:
+                    self.scope.deadline = trio.current_time() + ECHO_GRACE
+                else:
+                    self.fail(stage.failure)
             case Compared():
                 raise AssertionError("stages do not compare")
 
@@ -154,9 +166,9 @@ class Demo:
         if self.different is None:
             self.fail(f"the run in one process, process {process.pid}, {fate(status)} before it was over")
 
-    def results(self) -> list[tuple[int, Finished]]:
-        """Of each stage that finished, its pid and what it said at its end."""
-        return [(stage.process.pid, stage.finished) for stage in self.stages if stage.process and stage.finished]
+    def results(self) -> list[Finished]:
+        """What the stages said at their end, in their order."""
+        return [stage.finished for stage in self.stages if stage.finished]
 
 
 async def start(nursery: trio.Nursery, role: str) -> trio.Process:

@@ -51,29 +51,32 @@ class Done(msgspec.Struct, tag=True):
     """All requests are through this stage."""
 
 
-class EdgeCount(msgspec.Struct):
-    """One direction of one edge, as the connector counted it."""
+class Count(msgspec.Struct):
+    """Payloads and their bytes."""
 
-    from_stage: str
-    to_stage: str
-    chunks: int
+    payloads: int
     bytes: int
 
 
 class Finished(msgspec.Struct, tag=True):
-    """What passed through the stage's connector, and when chunks arrived (seconds, on the clock all stages share)."""
+    """What passed through the stage's connector by its own count, edge by edge (``0_1``), and when chunks arrived
+    (seconds, on the clock that all stages share).
+    """
 
-    edges: list[EdgeCount]
+    pid: int
     engine: str
+    put: dict[str, Count]
+    got: dict[str, Count]
     latencies: list[float]
     first_sent: float
     last_arrived: float
 
 
 class Failed(msgspec.Struct, tag=True):
-    """The stage gives up."""
+    """The stage gives up; ``echo`` if only because another one is gone."""
 
     message: str
+    echo: bool = False
 
 
 class Compared(msgspec.Struct, tag=True):

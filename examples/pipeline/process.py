@@ -20,9 +20,9 @@ import trio
 from torch import Tensor
 
 import trio_mori
-from examples.pipeline.messages import Compared, Done, EdgeCount, Failed, Finished, Listening, Order, Progress, tell
+from examples.pipeline.messages import Compared, Count, Done, Failed, Finished, Listening, Order, Progress, tell
 from examples.pipeline.models import FRAME, SAMPLE_RATE, run_in_one_process
-from examples.pipeline.stages import Handoffs, decode, talk, think
+from examples.pipeline.stages import CHUNK_TYPES, Handoffs, decode, talk, think
 from examples.pipeline.wav import WavError, read_wav, resample, wav_bytes
 
 if sys.version_info < (3, 11):
@@ -48,8 +48,8 @@ async def run_stage(number: int, order: Order, inputs: list[Tensor]) -> None:
     config = config_of(number, order)
     frames, context = config.codec_chunk_frames, config.codec_left_context_frames
     handoffs = Handoffs()
-    async with trio_mori.open_connector(config) as conn:
-        tell(Listening(conn.get_connection_info().zmq_port))
+    async with trio_mori.open_connector(config, payload_types=CHUNK_TYPES) as conn:
+        tell(Listening(conn.get_connection_info()["zmq_port"]))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(cancel_when_the_parent_says_so, nursery.cancel_scope)
             async with trio.open_nursery() as requests:
@@ -61,7 +61,6 @@ async def run_stage(number: int, order: Order, inputs: list[Tensor]) -> None:
                     else:
                         requests.start_soon(decode, conn, request, handoffs)
             tell(Done())
-            await trio.sleep_forever()
         tell(finished(conn, handoffs))
 
 
@@ -77,11 +76,13 @@ def finished(conn: trio_mori.Connector, handoffs: Handoffs) -> Finished:
     """What passed through this stage, as its connector counted it."""
     statistics = conn.statistics()
     return Finished(
-        [EdgeCount(*edge, *counts) for edge, counts in statistics.edges.items()],
-        statistics.engine.name,
-        handoffs.latencies,
-        handoffs.first_sent,
-        handoffs.last_arrived,
+        pid=statistics.pid,
+        engine=statistics.engine,
+        put={edge: Count(count.payloads, count.bytes) for edge, count in statistics.put.items()},
+        got={edge: Count(count.payloads, count.bytes) for edge, count in statistics.got.items()},
+        latencies=handoffs.latencies,
+        first_sent=handoffs.first_sent,
+        last_arrived=handoffs.last_arrived,
     )
 
 
@@ -137,7 +138,8 @@ def main() -> None:
         if order.traceback:
             traceback.print_exception(error)
         with suppress(BrokenPipeError):  # the parent has died, and that is why we end
-            tell(Failed(str(cause) if isinstance(cause, WavError) else f"{type(cause).__name__}: {cause}"))
+            message = str(cause) if isinstance(cause, WavError) else f"{type(cause).__name__}: {cause}"
+            tell(Failed(message, echo=isinstance(cause, trio_mori.StreamFailed | trio_mori.PeerLost)))
         sys.exit(1)
 
 

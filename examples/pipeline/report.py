@@ -51,45 +51,44 @@ class Row(NamedTuple):
     edge: str
     from_pid: str
     to_pid: str
-    sent: str
-    received: str
+    put: str
+    got: str
     bytes: str
     p50: str
     p99: str
     rate: str
 
 
-HEADING = Row("edge", "from pid", "to pid", "sent", "received", "bytes", "p50", "p99", "MB/s")
+HEADING = Row("edge", "from pid", "to pid", "put", "got", "bytes", "p50", "p99", "MB/s")
 
 
-def table(stages: list[tuple[int, Finished]]) -> str:
-    """What passed over each edge, from what the stages, each with its pid, said at their end.
+def table(stages: list[Finished]) -> str:
+    """What passed over each edge, from what the stages said at their end.
 
-    Chunks and bytes are what the connectors at the two ends counted. The latency runs from the start of `send` until
-    the receiving stage had the chunk; MB/s is over the time from the first `send` to the last arrival.
+    Chunks and bytes are what the connectors at the two ends counted, the mark at the end of each stream included. The
+    latency runs from the start of `send` until the receiving stage had the chunk; MB/s is over the time from the first
+    `send` to the last arrival.
     """
-    rows = [HEADING] + [edge(number, sender, receiver) for number, (sender, receiver) in enumerate(pairwise(stages))]
+    rows = [HEADING] + [edge(number, *ends) for number, ends in enumerate(pairwise(stages))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def edge(number: int, sender: tuple[int, Finished], receiver: tuple[int, Finished]) -> Row:
+def edge(number: int, sender: Finished, receiver: Finished) -> Row:
     """The row of the edge that leaves stage ``number``."""
-    ends = (str(number), str(number + 1))
-    (sent,) = [count for count in sender[1].edges if (count.from_stage, count.to_stage) == ends]
-    (received,) = [count for count in receiver[1].edges if (count.from_stage, count.to_stage) == ends]
-    arrivals = receiver[1]
-    seconds = arrivals.last_arrived - arrivals.first_sent
+    name = f"{number}_{number + 1}"
+    put, got = sender.put[name], receiver.got[name]
+    seconds = receiver.last_arrived - receiver.first_sent
     return Row(
         f"{number} -> {number + 1} {PAYLOADS[number]}",
-        str(sender[0]),
-        str(receiver[0]),
-        str(sent.chunks),
-        str(received.chunks),
-        f"{received.bytes:,}",
-        f"{1000 * percentile(arrivals.latencies, 50):.2f} ms",
-        f"{1000 * percentile(arrivals.latencies, 99):.2f} ms",
-        f"{received.bytes / seconds / 1e6:.1f}",
+        str(sender.pid),
+        str(receiver.pid),
+        str(put.payloads),
+        str(got.payloads),
+        f"{got.bytes:,}",
+        f"{1000 * percentile(receiver.latencies, 50):.2f} ms",
+        f"{1000 * percentile(receiver.latencies, 99):.2f} ms",
+        f"{got.bytes / seconds / 1e6:.1f}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 import trio
@@ -12,6 +13,24 @@ import trio_mori
 from examples.pipeline.messages import Progress, Request, tell
 from examples.pipeline.models import FRAME, SAMPLE_RATE, Code2Wav, CodecChunks, Talker, Thinker
 from examples.pipeline.wav import wav_bytes
+
+
+class HiddenStates(NamedTuple):
+    """A chunk on the way from Thinker to Talker; ``sent`` is when, on the clock that all processes share."""
+
+    hidden: Tensor
+    sent: float
+
+
+class CodecFrames(NamedTuple):
+    """A chunk on the way from Talker to Code2Wav: a `CodecChunk`, and when it was sent."""
+
+    codes: Tensor
+    left_context: int
+    sent: float
+
+
+CHUNK_TYPES = (HiddenStates, CodecFrames)  # what a connector may make of a payload, beside tensors and containers
 
 
 class Handoffs:
@@ -47,7 +66,7 @@ async def think(
     start = trio.current_time()
     async with conn.open_chunk_sender(request.id, to_stage="1") as out:
         for hidden in thinker(samples):
-            await out.send({"hidden": hidden, "sent": time.monotonic()})
+            await out.send(HiddenStates(hidden, time.monotonic()))
             handoffs.passed(len(hidden))
             spoken += len(hidden) * FRAME
             if speed:
@@ -61,12 +80,13 @@ async def talk(conn: trio_mori.Connector, request: Request, handoffs: Handoffs, 
         conn.open_chunk_receiver(request.id, from_stage="0") as arriving,
         conn.open_chunk_sender(request.id, to_stage="2") as out,
     ):
-        async for message in arriving:
-            handoffs.arrived(message["sent"], frames=len(message["hidden"]))
-            for chunk in chunks.push(talker(message["hidden"])):
-                await out.send({**chunk._asdict(), "sent": time.monotonic()})
+        async for states in arriving:
+            assert isinstance(states, HiddenStates)
+            handoffs.arrived(states.sent, frames=len(states.hidden))
+            for chunk in chunks.push(talker(states.hidden)):
+                await out.send(CodecFrames(*chunk, time.monotonic()))
         for chunk in chunks.flush():
-            await out.send({**chunk._asdict(), "sent": time.monotonic()})
+            await out.send(CodecFrames(*chunk, time.monotonic()))
 
 
 async def decode(conn: trio_mori.Connector, request: Request, handoffs: Handoffs) -> None:
@@ -74,8 +94,8 @@ async def decode(conn: trio_mori.Connector, request: Request, handoffs: Handoffs
     code2wav = Code2Wav()
     sound = []
     async with conn.open_chunk_receiver(request.id, from_stage="1") as arriving:
-        async for message in arriving:
-            codes, left_context = message["codes"], message["left_context"]
-            handoffs.arrived(message["sent"], frames=len(codes) - left_context)
-            sound.append(code2wav(codes, left_context))
+        async for frames in arriving:
+            assert isinstance(frames, CodecFrames)
+            handoffs.arrived(frames.sent, frames=len(frames.codes) - frames.left_context)
+            sound.append(code2wav(frames.codes, frames.left_context))
     await trio.Path(request.out).write_bytes(wav_bytes(torch.cat(sound), SAMPLE_RATE))
