@@ -6,8 +6,8 @@ async with trio_mori.open_connector(config) as conn:
     value = await conn.get("0", "1", "key")
 ```
 
-Everything public is here, in `trio_mori.blocking`, `trio_mori.abc` and `trio_mori.testing`. Names are imported when they
-are first used: importing the package loads neither torch nor zmq.
+Everything public is here, in `trio_mori.blocking`, `trio_mori.abc` and `trio_mori.testing`. Names are imported when
+they are first used: importing the package loads neither torch nor zmq.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ._chunks import ChunkSender as ChunkSender
     from ._config import ConnectorConfig as ConnectorConfig
     from ._connector import Connector as Connector
-    from ._connector import ConnectorStatistics as ConnectorStatistics
-    from ._connector import Receipt as Receipt
     from ._connector import open_connector as open_connector
     from ._deploy import DeployFile as DeployFile
     from ._deploy import load_deploy as load_deploy
@@ -51,13 +49,15 @@ if TYPE_CHECKING:
     from ._errors import TrioMoriError as TrioMoriError
     from ._errors import UnsupportedPayload as UnsupportedPayload
     from ._errors import WrongRole as WrongRole
-    from ._receiver import Lease as Lease
+    from ._lease import Lease as Lease
+    from ._statistics import ConnectorStatistics as ConnectorStatistics
+    from ._statistics import Receipt as Receipt
 
 _HOMES = {
     "_buffer": ("ManagedBuffer",),
     "_chunks": ("ChunkReceiver", "ChunkSender"),
     "_config": ("ConnectorConfig",),
-    "_connector": ("Connector", "ConnectorStatistics", "Receipt", "open_connector"),
+    "_connector": ("Connector", "open_connector"),
     "_deploy": ("DeployFile", "load_deploy"),
     "_engines": ("open_engine",),
     "_errors": (
@@ -86,7 +86,8 @@ _HOMES = {
         "UnsupportedPayload",
         "WrongRole",
     ),
-    "_receiver": ("Lease",),
+    "_lease": ("Lease",),
+    "_statistics": ("ConnectorStatistics", "Receipt"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

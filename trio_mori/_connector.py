@@ -12,84 +12,24 @@ from typing import Any
 import attrs
 import trio
 
-from . import _stock_payload
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
 from ._config import ConnectorConfig, Endpoint, resolve_host
 from ._endpoint import dialled_host
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
-from ._pool import Pool, PoolStatistics
+from ._lease import Lease
+from ._pool import Pool
 from ._protocol import wire
 from ._protocol.extents import INBOUND, OUTBOUND, Extents
 from ._protocol.keys import full_key
-from ._receiver import Ask, Lease, Receiver
+from ._receiver import Ask, Receiver
 from ._scope import open_service
 from ._sender import Sender
-from ._traffic import EdgeTraffic
+from ._statistics import ConnectorStatistics, Receipt
 from ._zmq import open_listener
 from .abc import Engine
 
 logger = logging.getLogger("trio_mori.connector")
-
-
-@attrs.frozen(eq=False)
-class Receipt:
-    """What `put` tells: the payload is published, and the source may be overwritten.
-
-    Attributes:
-        size: Bytes that it takes in the pool.
-        is_raw: Whether it is one tensor or bytes; anything else is a structure.
-    """
-
-    size: int
-    is_raw: bool
-    _header: bytes
-    _endpoint: Endpoint
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What vllm-omni passes from put to get: ``source_host``, ``source_port``, ``data_size``, ``is_fast_path``.
-
-        ``data_size`` is the exact length of what a stock receiver would be given.
-
-        Raises:
-            UnsupportedPayload: the vllm-omni dialect cannot carry this structure; native receivers get it.
-        """
-        return {
-            "source_host": self._endpoint.host,
-            "source_port": self._endpoint.port,
-            "data_size": self.size if self.is_raw else _stock_payload.stock_size(self._header),
-            "is_fast_path": self.is_raw,
-        }
-
-
-@attrs.frozen
-class ConnectorStatistics:
-    """A connector at one moment. Sizes in bytes.
-
-    Attributes:
-        pid: The process.
-        engine: What moves the bytes.
-        pool: Room.
-        held: The pool by state: free, staged, published, claimed, pinned, delivered, dying, posted, arrived, leased,
-            quarantined. They sum to the pool.
-        put, got: By edge, ``{from}_{to}``.
-        events: Everything else that was counted.
-        in_flight: Writes that the engine has not ended.
-        parked: Gets and interests that wait.
-        peers: Established receivers and senders.
-    """
-
-    pid: int
-    engine: str
-    pool: PoolStatistics
-    held: Mapping[str, int]
-    put: Mapping[str, EdgeTraffic]
-    got: Mapping[str, EdgeTraffic]
-    events: Mapping[str, int]
-    in_flight: int
-    parked: int
-    peers: int
 
 
 class Connector:
@@ -364,7 +304,7 @@ class Connector:
         if sender is not None:
             held |= sender.book.shelf.held()
             events |= {f"out_{k}": v for k, v in attrs.asdict(sender.book.counters).items()}
-            events["malformed_out"] = sender.malformed
+            events["malformed_out"] = sender.reception.malformed
         pool = self._pool.statistics()
         held["free"] = pool.free
         return ConnectorStatistics(
@@ -485,7 +425,7 @@ async def open_connector(
             sender = None
             if listener is not None:
                 sender = Sender(config, engine=engine, pool=pool, nursery=nursery, deployment=deployment)
-                nursery.start_soon(sender.serve, listener)
+                nursery.start_soon(sender.reception.serve, listener)
                 nursery.start_soon(sender.sweep)
             connector = Connector(config, engine=engine, pool=pool, sender=sender, receiver=receiver, endpoint=endpoint)
             logger.info("connector open: %s, engine %s, pool %d bytes", endpoint, engine.name, pool.extents.size)

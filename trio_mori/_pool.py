@@ -17,7 +17,10 @@ from .abc import Region
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Pool", "PoolStatistics"]
+__all__ = ["INLINE_COPY", "Pool", "PoolStatistics"]
+
+# Copies in and out of up to 1 MB take about 0.2 ms, as long as a thread takes to be reached. Larger ones leave it.
+INLINE_COPY = 1 << 20
 
 
 @attrs.frozen

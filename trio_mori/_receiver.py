@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from math import inf
 
-import attrs
 import torch
 import trio
 
@@ -17,7 +15,6 @@ from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import (
     ConnectorClosed,
-    DescriptorRefused,
     EngineMismatch,
     Expired,
     Gone,
@@ -25,53 +22,25 @@ from ._errors import (
     NotReady,
     PeerLost,
     PeerRestarted,
-    RemoteProtocolError,
     TooBig,
     TransferFailed,
-    TrioMoriError,
 )
-from ._pool import Pool
+from ._lease import Lease
+from ._pool import INLINE_COPY, Pool
 from ._protocol import inbox as book
 from ._protocol import wire
 from ._protocol.extents import INBOUND, Extent
 from ._protocol.inbox import Channel, Inbox, Interest, State
 from ._protocol.keys import edge_of, names_of
-from ._sender import INLINE_COPY, offer
 from ._stock import StockSender
 from ._traffic import Traffic
-from ._zmq import open_dialler
-from .abc import Arrived, Connected, Descriptor, Disconnected, Engine, Link
+from ._upstream import CHANGED_DIALECT, Upstream
+from .abc import Engine
 
 logger = logging.getLogger("trio_mori.receiver")
 
-# Reasons of `Interest.failure` that only the shell knows, beside those of the book.
+# A reason of `Interest.failure` beside those of the book.
 _CLOSED = 300
-_CHANGED_DIALECT = 301
-
-
-@attrs.define(eq=False)
-class Upstream:
-    """One sender that this receiver talks to.
-
-    Attributes:
-        link: None until the dialling task runs.
-        dialect: Set when it is known whether the peer speaks the native dialect; replaced on a reconnect.
-        stock: How it is asked if it is a stock sender.
-        refusal: Why it cannot be used, until the next connection.
-        parked: What `get_nowait` asked for and nobody has taken yet, by key.
-        last_heard: When its last message came.
-    """
-
-    endpoint: Endpoint
-    channel: Channel
-    link: Link | None = None
-    connected: bool = False
-    dialect: trio.Event = attrs.field(factory=trio.Event)
-    stock: StockSender | None = None
-    refusal: TrioMoriError | None = None
-    parked: dict[str, Interest] = attrs.field(factory=dict)
-    composing: bool = False
-    last_heard: float = inf
 
 
 class Receiver:
@@ -89,19 +58,17 @@ class Receiver:
     ) -> None:
         size = pool.extents.size
         self.traffic = Traffic()
-        self.malformed = 0
-        self.timeouts = 0
         self.upstreams: dict[Endpoint, Upstream] = {}
         self.book = Inbox(
             pool.extents,
             prepost_limit=int(size * config.prepost_fraction),
             quarantine_limit=int(size * config.quarantine_fraction),
         )
-        self._config = config
-        self._engine = engine
+        self.config = config
+        self.engine = engine
         self._pool = pool
-        self._nursery = nursery
-        self._deployment = deployment
+        self.nursery = nursery
+        self.deployment = deployment
         self._payload_types = payload_types
         self._closing = False
         self._room_came = False
@@ -259,7 +226,7 @@ class Receiver:
         except BaseException:
             self._give_back(interest)
             raise
-        if interest.failure is not None and interest.failure[0] == _CHANGED_DIALECT:
+        if interest.failure is not None and interest.failure[0] == CHANGED_DIALECT:
             return False
         self._check(interest)
         return True
@@ -326,6 +293,20 @@ class Receiver:
     def _note_room(self) -> None:
         self._room_came = True
 
+    def note_progress(self) -> None:
+        """Something was settled that a closing receiver may wait for."""
+        self._settled.set()
+
+    @property
+    def malformed(self) -> int:
+        """Messages of senders that could not be understood."""
+        return sum(u.malformed for u in self.upstreams.values())
+
+    @property
+    def timeouts(self) -> int:
+        """How often a sender was given up."""
+        return sum(u.timeouts for u in self.upstreams.values())
+
     def flush(self) -> None:
         """Carry out what the book decided: wake callers, send messages."""
         if self._room_came or self.book.hungry:
@@ -340,22 +321,7 @@ class Receiver:
         if self.book.talking:
             talking, self.book.talking = self.book.talking, {}
             for channel in talking:
-                self._compose_later(self._upstream_of(channel))
-
-    def _compose_later(self, upstream: Upstream) -> None:
-        if upstream.composing or upstream.link is None:
-            return
-        upstream.composing = True
-        channel = upstream.channel
-
-        def compose() -> list[bytes] | None:
-            upstream.composing = False
-            if not channel.outgoing or channel.epoch is None:
-                return None
-            messages, channel.outgoing = channel.outgoing, []
-            return wire.encode(wire.Requests(channel.token, channel.generation, channel.epoch, messages))
-
-        upstream.link.send(compose)
+                self._upstream_of(channel).compose_later()
 
     # --- senders ------------------------------------------------------------------------------------------
 
@@ -364,9 +330,9 @@ class Receiver:
             raise ConnectorClosed("get after the connector was closed")
         upstream = self.upstreams.get(endpoint)
         if upstream is None:
-            upstream = Upstream(endpoint, self.book.open_channel(os.urandom(16)))
+            upstream = Upstream(endpoint, self.book.open_channel(os.urandom(16)), self)
             self.upstreams[endpoint] = upstream.channel.handle = upstream
-            self._nursery.start_soon(self._talk, upstream)
+            self.nursery.start_soon(upstream.talk)
             self._first_upstream.set()
         return upstream
 
@@ -382,180 +348,27 @@ class Receiver:
             raise upstream.refusal
         return upstream
 
-    async def _talk(self, upstream: Upstream) -> None:
-        """Keep a connection to one sender until cancelled."""
-        endpoint = upstream.endpoint
-        async with open_dialler(endpoint.host, endpoint.port) as link:
-            upstream.link = link
-            while True:
-                for event in await link.receive():
-                    if isinstance(event, Arrived):
-                        self._on_arrival(upstream, event)
-                    elif isinstance(event, Connected):
-                        upstream.connected = True
-                        self._say_hello(upstream, upstream.channel.generation + 1)
-                    elif isinstance(event, Disconnected):
-                        self._on_disconnected(upstream)
-                self.flush()
-
-    def _say_hello(self, upstream: Upstream, generation: int) -> None:
-        assert upstream.link is not None
-        channel = upstream.channel
-        if generation != channel.generation:
-            self.book.disconnected(channel, trio.current_time())
-            channel.generation = generation
-        hello = wire.Hello(
-            wire.OLDEST_VERSION,
-            wire.VERSION,
-            channel.token,
-            generation,
-            self._config.heartbeat_interval,
-            [offer(self._engine)],
-            self._deployment,
-        )
-        upstream.link.send(wire.encode(hello))
-
-    def _on_disconnected(self, upstream: Upstream) -> None:
-        upstream.connected = False
-        self.book.disconnected(upstream.channel, trio.current_time())
-        if upstream.stock is not None or upstream.refusal is not None:
-            upstream.dialect = trio.Event()
-            upstream.stock = upstream.refusal = None
-
-    def _on_arrival(self, upstream: Upstream, event: Arrived) -> None:
-        channel = upstream.channel
-        try:
-            if not wire.is_native(event.frames):
-                self._on_stock_answer(upstream, event)
-                return
-            body = wire.decode_from_sender(event.frames)
-            upstream.last_heard = trio.current_time()
-            if isinstance(body, wire.VersionRange):
-                self._refuse(upstream, self._other_version(upstream, body))
-            elif body.session != channel.token or body.generation != channel.generation:
-                return
-            elif isinstance(body, wire.Welcome):
-                self._on_welcome(upstream, body)
-            elif isinstance(body, wire.Mismatch):
-                self._refuse(upstream, self._mismatch(upstream, body))
-            elif isinstance(body, wire.Stale):
-                self._say_hello(upstream, channel.generation + 1)
-            elif body.epoch == channel.epoch:
-                self._on_replies(upstream, body)
-        except RemoteProtocolError as error:
-            self.malformed += 1
-            logger.warning("from %s: %s", upstream.endpoint.address, error)
-
-    def _on_replies(self, upstream: Upstream, body: wire.Replies) -> None:
-        now = trio.current_time()
-        for message in body.messages:
-            self.book.on_message(upstream.channel, message, now)
-            if isinstance(message, wire.Leaving) and upstream.link is not None:
-                logger.info("sender %s closed", upstream.endpoint.address)
-                channel = upstream.channel
-                farewell = wire.Requests(channel.token, channel.generation, body.epoch, [wire.Bye()])
-                upstream.link.send(wire.encode(farewell))
-                break
-        self._settled.set()
-
-    def _on_welcome(self, upstream: Upstream, welcome: wire.Welcome) -> None:
-        channel = upstream.channel
-        fresh = channel.epoch != welcome.epoch
-        self.book.welcome(channel, welcome.epoch)
-        upstream.stock = upstream.refusal = None
-        upstream.dialect.set()
-        if fresh:
-            self._nursery.start_soon(self._watch, upstream, welcome)
-
-    def _on_stock_answer(self, upstream: Upstream, event: Arrived) -> None:
-        """A stock sender answers our hello, and nothing else on this connection."""
-        if wire.decode_stock_answer(event.frames) != wire.TRANSFER_ERROR or upstream.stock is not None:
-            return
-        logger.info("sender %s speaks the vllm-omni dialect", upstream.endpoint.address)
-        endpoint = upstream.endpoint
-        upstream.stock = StockSender(
+    def stock_sender(self, endpoint: Endpoint) -> StockSender:
+        """How a stock sender at an endpoint is asked."""
+        return StockSender(
             endpoint.host,
             endpoint.port,
-            config=self._config,
-            engine=self._engine,
+            config=self.config,
+            engine=self.engine,
             pool=self._pool,
             book=self.book,
-            nursery=self._nursery,
+            nursery=self.nursery,
             buffer=self.buffer,
         )
-        upstream.refusal = None
-        upstream.parked.clear()
-        self.book.fail_all(upstream.channel, _CHANGED_DIALECT, "")
-        upstream.dialect.set()
-
-    def _refuse(self, upstream: Upstream, error: TrioMoriError) -> None:
-        logger.warning("%s", error)
-        upstream.refusal = error
-        self.book.fail_all(upstream.channel, book.MISMATCH, str(error))
-        upstream.dialect.set()
-
-    def _mismatch(self, upstream: Upstream, body: wire.Mismatch) -> EngineMismatch:
-        ours = self._engine.name
-        return EngineMismatch(
-            f"no way for the sender {upstream.endpoint.address} to write into this pool: {body.detail} "
-            f"(ours: {ours}; its: {', '.join(body.engines)})",
-            ours=(ours,),
-            theirs=tuple(body.engines),
-        )
-
-    def _other_version(self, upstream: Upstream, body: wire.VersionRange) -> RemoteProtocolError:
-        return RemoteProtocolError(
-            f"the sender {upstream.endpoint.address} speaks versions {body.oldest} to {body.newest} of the protocol, "
-            f"this side {wire.OLDEST_VERSION} to {wire.VERSION}: install the same release of trio_mori at both ends"
-        )
-
-    async def _watch(self, upstream: Upstream, welcome: wire.Welcome) -> None:
-        """Free what a sender may write to when its process is proven dead."""
-        theirs = next((o for o in welcome.offers if o.name == self._engine.name), None)
-        if theirs is None:
-            return
-        try:
-            peer = self._engine.add_peer(Descriptor(theirs.engine, theirs.memory))
-        except DescriptorRefused as error:
-            # It can write here, but its end cannot be proven: what it leaves unanswered stays in quarantine.
-            logger.warning("the sender %s cannot be watched: %s", upstream.endpoint.address, error)
-            return
-        await self._engine.wait_fenced(peer)
-        logger.info("sender %s: its process has ended", upstream.endpoint.address)
-        self.book.fenced(upstream.channel, welcome.epoch, trio.current_time())
-        self._settled.set()
-        self.flush()
-
-    # --- liveness -----------------------------------------------------------------------------------------
 
     async def beat(self) -> None:
-        """The coarse heartbeat: say that we live, and give up on senders that are gone for too long."""
+        """The coarse heartbeat, as soon as there is somebody to say it to."""
         await self._first_upstream.wait()
         while True:
-            await trio.sleep(self._config.heartbeat_interval)
-            now = trio.current_time()
+            await trio.sleep(self.config.heartbeat_interval)
             for upstream in self.upstreams.values():
-                self._beat(upstream, now)
+                upstream.beat(trio.current_time())
             self.flush()
-
-    def _beat(self, upstream: Upstream, now: float) -> None:
-        channel, link = upstream.channel, upstream.link
-        if link is not None:
-            link.recheck()
-        if channel.up:
-            self.book.heartbeat(channel)
-        elif upstream.connected and upstream.stock is None:
-            self._say_hello(upstream, channel.generation)  # the first one, or its answer, was lost
-        lost_since = min(channel.lost_since, upstream.last_heard)
-        if now - lost_since >= self._config.peer_timeout:
-            detail = (
-                f"the sender {upstream.endpoint.address} has been silent for {now - lost_since:.0f} s (peer_timeout is "
-                f"{self._config.peer_timeout:g} s); its process may have ended, or be stopped or stuck"
-            )
-            logger.warning("%s", detail)
-            self.timeouts += 1
-            self.book.fail_all(channel, book.PEER_LOST, detail)
-            channel.lost_since = upstream.last_heard = inf
 
     # --- closing ------------------------------------------------------------------------------------------
 
@@ -573,10 +386,7 @@ class Receiver:
                 self._settled = trio.Event()
                 await self._settled.wait()
         for upstream in self.upstreams.values():
-            channel = upstream.channel
-            if channel.up and upstream.link is not None and channel.epoch is not None:
-                farewell = wire.Requests(channel.token, channel.generation, channel.epoch, [wire.Bye()])
-                upstream.link.send(wire.encode(farewell))
+            upstream.say_goodbye()
         await trio.lowlevel.checkpoint()
         return not self.book.quarantined
 
@@ -607,37 +417,3 @@ class Ask:
         """It is not wanted any more; it stays with the sender."""
         if self._interest is not None:
             self._receiver._give_back(self._interest)
-
-
-class Lease:
-    """What arrived, where it arrived, for the length of an ``async with conn.lease(...)`` block.
-
-    Tensors taken from it alias the pool. They must be gone when the block ends: delete them or copy what is to stay.
-    """
-
-    def __init__(self, buffer: ManagedBuffer, header: bytes, payload_types: Mapping[str, type]) -> None:
-        self.buffer = buffer
-        self._header = header
-        self._payload_types = payload_types
-
-    @property
-    def size(self) -> int:
-        """Bytes of the payload in the pool."""
-        return self.buffer.size
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The bytes as a 1-D uint8 tensor."""
-        return self.buffer.tensor
-
-    def as_tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """The bytes as a tensor of that dtype and shape.
-
-        Raises:
-            ValueError: dtype and shape need another number of bytes.
-        """
-        return self.buffer.as_tensor(dtype, shape)
-
-    def value(self) -> object:
-        """The payload as `get` would return it, with its tensors as views of the pool; anything else is a copy."""
-        return _payload.restore(self._header, self.buffer.tensor, payload_types=self._payload_types, copy=False).value

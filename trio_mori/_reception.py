@@ -1,0 +1,260 @@
+"""Who talks to a sender: receivers of the native dialect with their hellos and sessions, and stock receivers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import attrs
+import trio
+
+from . import _payload, _stock_payload
+from ._config import ConnectorConfig
+from ._errors import DescriptorRefused, NoRoom, RemoteProtocolError, TooBig, UnsupportedPayload
+from ._offers import find_offer, offer_of
+from ._pool import Pool
+from ._protocol import wire
+from ._protocol.entries import Entry, Session
+from ._protocol.extents import OUTBOUND
+from ._protocol.outbox import Outbox
+from .abc import Arrived, Descriptor, Disconnected, Engine, EnginePeer, Link
+
+logger = logging.getLogger("trio_mori.sender")
+
+
+@attrs.define(eq=False)
+class NativePeer:
+    """What the sender keeps for a session: by which link and route it is reached, and its pool."""
+
+    link: Link
+    route: bytes
+    peer: EnginePeer
+    composing: bool = False
+    fence: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+
+@attrs.frozen(eq=False)
+class StockPeer:
+    """What the sender keeps for a stock caller: how it is answered, its pool, and when it asked."""
+
+    link: Link
+    peer: EnginePeer
+    asked_at: float
+
+
+class SendingSide(Protocol):
+    """What a reception uses of the sender that it belongs to."""
+
+    book: Outbox
+    epoch: bytes
+    closing: bool
+
+    def flush(self) -> None:
+        """Carry out what the book decided."""
+
+    def note_progress(self) -> None:
+        """Something was settled that a closing sender may wait for."""
+
+
+class Reception:
+    """Answers what comes by the sender's links; the book decides, the sender carries it out."""
+
+    def __init__(
+        self,
+        sender: SendingSide,
+        *,
+        config: ConnectorConfig,
+        engine: Engine,
+        pool: Pool,
+        nursery: trio.Nursery,
+        deployment: wire.Deployment,
+    ) -> None:
+        self.malformed = 0
+        self._sender = sender
+        self._book = sender.book
+        self._config = config
+        self._engine = engine
+        self._pool = pool
+        self._nursery = nursery
+        self._deployment = deployment
+
+    async def serve(self, link: Link) -> None:
+        """Answer what comes by a listening link until cancelled."""
+        while True:
+            for event in await link.receive():
+                if isinstance(event, Arrived):
+                    self._on_arrival(link, event)
+                elif isinstance(event, Disconnected):
+                    self._on_route_gone(link, event.route)
+            self._sender.flush()
+
+    def _on_arrival(self, link: Link, event: Arrived) -> None:
+        if not wire.is_native(event.frames):
+            self._on_stock_request(link, event)
+            return
+        try:
+            body = wire.decode_from_receiver(event.frames)
+        except RemoteProtocolError as error:
+            self.malformed += 1
+            logger.debug("malformed message from route %s: %s", event.route.hex(), error)
+            link.send(wire.encode(wire.VersionRange(wire.OLDEST_VERSION, wire.VERSION)), event.route)
+            return
+        if isinstance(body, wire.Hello):
+            self._on_hello(link, event.route, body)
+        else:
+            self._on_requests(link, event.route, body)
+
+    def _on_requests(self, link: Link, route: bytes, body: wire.Requests) -> None:
+        session = self._book.sessions.get(body.session)
+        if session is None or session.generation != body.generation or body.epoch != self._sender.epoch:
+            link.send(wire.encode(wire.Stale(body.session, body.generation, self._sender.epoch)), route)
+            return
+        now = trio.current_time()
+        for message in body.messages:
+            if isinstance(message, wire.Bye):
+                self._say_goodbye(session)
+            else:
+                self._book.on_message(session, message, now)
+
+    def _say_goodbye(self, session: Session) -> None:
+        self._book.bye(session)
+        self._drop_receiver(session)
+
+    def _drop_receiver(self, session: Session) -> None:
+        receiver = session.handle
+        assert isinstance(receiver, NativePeer)
+        receiver.fence.cancel()
+        self._sender.note_progress()
+        others = (s.handle for s in self._book.sessions.values() if s is not session)
+        if not any(isinstance(o, NativePeer) and o.peer is receiver.peer for o in others):
+            self._engine.drop_peer(receiver.peer)
+
+    def _on_route_gone(self, link: Link, route: bytes) -> None:
+        for session in self._book.sessions.values():
+            receiver = session.handle
+            if isinstance(receiver, NativePeer) and receiver.link is link and receiver.route == route:
+                self._book.disconnected(session)
+
+    # --- hello --------------------------------------------------------------------------------------------
+
+    def _on_hello(self, link: Link, route: bytes, hello: wire.Hello) -> None:
+        if self._sender.closing:
+            return
+        if hello.oldest > wire.VERSION or hello.newest < wire.OLDEST_VERSION:
+            link.send(wire.encode(wire.VersionRange(wire.OLDEST_VERSION, wire.VERSION)), route)
+            return
+        peer = self._reach(link, route, hello)
+        if peer is None:
+            return
+        known = self._book.sessions.get(hello.session)
+        before = None if known is None else known.handle
+        receiver = NativePeer(link, route, peer)
+        try:
+            session = self._book.open_session(
+                hello.session,
+                hello.generation,
+                region_size=peer.size,
+                handle=receiver,
+                now=trio.current_time(),
+            )
+        except NoRoom as error:
+            self._mismatch(link, route, hello, str(error))
+            return
+        if session is None:
+            link.send(wire.encode(wire.Stale(hello.session, hello.generation, self._sender.epoch)), route)
+            return
+        if known is not session:
+            self._nursery.start_soon(self._watch, session, receiver)
+        elif isinstance(before, NativePeer):
+            receiver.fence = before.fence
+        link.send(
+            wire.encode(
+                wire.Welcome(
+                    min(hello.newest, wire.VERSION),
+                    hello.session,
+                    hello.generation,
+                    self._sender.epoch,
+                    self._config.max_fetches_per_peer,
+                    self._engine.name,
+                    [offer_of(self._engine)],
+                    self._deployment,
+                )
+            ),
+            route,
+        )
+
+    def _reach(self, link: Link, route: bytes, hello: wire.Hello) -> EnginePeer | None:
+        """The receiver's pool, as our engine sees it; None after telling it why there is no way."""
+        theirs = find_offer(hello.offers, self._engine)
+        if theirs is None:
+            names = ", ".join(o.name for o in hello.offers) or "none"
+            self._mismatch(link, route, hello, f"the sender writes through {self._engine.name}; offered: {names}")
+            return None
+        try:
+            return self._engine.add_peer(theirs)
+        except DescriptorRefused as error:
+            self._mismatch(link, route, hello, str(error))
+            return None
+
+    def _mismatch(self, link: Link, route: bytes, hello: wire.Hello, detail: str) -> None:
+        logger.warning("receiver %s refused: %s", hello.session.hex(), detail)
+        body = wire.Mismatch(hello.session, hello.generation, [self._engine.name], detail[:1024])
+        link.send(wire.encode(body), route)
+
+    async def _watch(self, session: Session, receiver: NativePeer) -> None:
+        """End a session when its process is proven dead."""
+        with receiver.fence:
+            await self._engine.wait_fenced(receiver.peer)
+            if self._book.sessions.get(session.token) is session:
+                self._book.fenced(session, trio.current_time())
+                self._drop_receiver(session)
+                self._sender.flush()
+
+    # --- stock receivers ----------------------------------------------------------------------------------
+
+    def _on_stock_request(self, link: Link, event: Arrived) -> None:
+        try:
+            request = wire.decode_stock_request(event.frames)
+        except RemoteProtocolError as error:
+            self.malformed += 1
+            logger.debug("malformed request from route %s: %s", event.route.hex(), error)
+            link.send(wire.encode_stock_answer(wire.TRANSFER_ERROR), event.route)
+            return
+        caller, entry = self._book.begin_request(event.route, request.request_id)
+        size = None if entry is None else self._stock_size(entry)
+        if isinstance(request, wire.StockQuery):
+            found = wire.NOT_FOUND
+            if entry is None or size is None:
+                link.send(wire.encode_stock_answer(found), event.route)
+            else:
+                answer = wire.StockFound(entry.key, size, entry.is_raw)
+                link.send(wire.encode_stock_answer(answer), event.route)
+            return
+        try:
+            peer = self._engine.add_peer(Descriptor(request.engine_desc_packed, request.mem_desc_packed))
+        except DescriptorRefused as error:
+            logger.warning("pull of %r refused: %s", request.request_id, error)
+            link.send(wire.encode_stock_answer(wire.TRANSFER_ERROR), event.route)
+            return
+        caller.handle = StockPeer(link, peer, trio.current_time())
+        if entry is None or size is None:
+            self._book.refuse(caller)
+            return
+        if request.length != size:
+            logger.warning("pull of %r refused: it asks for %d bytes of %d", entry.key, request.length, size)
+        self._book.pull(caller, entry, destination=request.dst_offset, length=request.length, region_size=peer.size)
+
+    def _stock_size(self, entry: Entry) -> int | None:
+        """Bytes of an entry's stock form, which is built now if it must be; None when that cannot be."""
+        if entry.is_raw:
+            return entry.size
+        if entry.encoding is None:
+            try:
+                encoded = _stock_payload.stock_encode(entry.header, self._pool.tensor(entry.extent, entry.size))
+                extent = self._pool.reserve_nowait(len(encoded), OUTBOUND)
+            except (UnsupportedPayload, NoRoom, TooBig) as error:
+                logger.warning("a stock peer cannot have %r: %s", entry.key, error)
+                return None
+            _payload.plan(encoded).copy_into(self._pool.tensor(extent, len(encoded)))
+            self._book.attach_encoding(entry, extent, len(encoded))
+        return None if entry.encoding is None else entry.encoding.size

@@ -1,0 +1,73 @@
+"""What a connector tells about a put and about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from . import _stock_payload
+from ._config import Endpoint
+from ._pool import PoolStatistics
+from ._traffic import EdgeTraffic
+
+
+@attrs.frozen(eq=False)
+class Receipt:
+    """What `put` tells: the payload is published, and the source may be overwritten.
+
+    Attributes:
+        size: Bytes that it takes in the pool.
+        is_raw: Whether it is one tensor or bytes; anything else is a structure.
+    """
+
+    size: int
+    is_raw: bool
+    _header: bytes
+    _endpoint: Endpoint
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What vllm-omni passes from put to get: ``source_host``, ``source_port``, ``data_size``, ``is_fast_path``.
+
+        ``data_size`` is the exact length of what a stock receiver would be given.
+
+        Raises:
+            UnsupportedPayload: the vllm-omni dialect cannot carry this structure; native receivers get it.
+        """
+        return {
+            "source_host": self._endpoint.host,
+            "source_port": self._endpoint.port,
+            "data_size": self.size if self.is_raw else _stock_payload.stock_size(self._header),
+            "is_fast_path": self.is_raw,
+        }
+
+
+@attrs.frozen
+class ConnectorStatistics:
+    """A connector at one moment. Sizes in bytes.
+
+    Attributes:
+        pid: The process.
+        engine: What moves the bytes.
+        pool: Room.
+        held: The pool by state: free, staged, published, claimed, pinned, delivered, dying, posted, arrived, leased,
+            quarantined. They sum to the pool.
+        put, got: By edge, ``{from}_{to}``.
+        events: Everything else that was counted.
+        in_flight: Writes that the engine has not ended.
+        parked: Gets and interests that wait.
+        peers: Established receivers and senders.
+    """
+
+    pid: int
+    engine: str
+    pool: PoolStatistics
+    held: Mapping[str, int]
+    put: Mapping[str, EdgeTraffic]
+    got: Mapping[str, EdgeTraffic]
+    events: Mapping[str, int]
+    in_flight: int
+    parked: int
+    peers: int

@@ -1,0 +1,252 @@
+"""One sender that a receiver talks to: the connection, the hello, what it says, and whether it still lives."""
+
+from __future__ import annotations
+
+import logging
+from math import inf
+from typing import Protocol
+
+import trio
+
+from ._config import ConnectorConfig, Endpoint
+from ._errors import DescriptorRefused, EngineMismatch, RemoteProtocolError, TrioMoriError
+from ._offers import find_offer, offer_of
+from ._protocol import inbox as book
+from ._protocol import wire
+from ._protocol.inbox import Channel, Inbox, Interest
+from ._stock import StockSender
+from ._zmq import open_dialler
+from .abc import Arrived, Connected, Disconnected, Engine, Link
+
+logger = logging.getLogger("trio_mori.receiver")
+
+# A reason of `Interest.failure` beside those of the book: the peer turned out to speak the other dialect.
+CHANGED_DIALECT = 301
+
+
+class Surroundings(Protocol):
+    """What an upstream uses of the receiver that it belongs to."""
+
+    config: ConnectorConfig
+    engine: Engine
+    nursery: trio.Nursery
+    deployment: wire.Deployment
+    book: Inbox
+
+    def flush(self) -> None:
+        """Carry out what the book decided."""
+
+    def note_progress(self) -> None:
+        """Something was settled that a closing receiver may wait for."""
+
+    def stock_sender(self, endpoint: Endpoint) -> StockSender:
+        """How a stock sender is asked."""
+
+
+class Upstream:
+    """Keeps one connection to one sender, from `talk` until that is cancelled.
+
+    Attributes:
+        channel: The book that is kept of it.
+        dialect: Set when it is known what the peer speaks, or that it is of no use; replaced on a reconnect.
+        stock: How it is asked if it is a stock sender.
+        refusal: Why it cannot be used, until the next connection.
+        parked: What `get_nowait` asked for and nobody has taken yet, by key.
+        malformed: Messages that could not be understood.
+        timeouts: How often it was given up.
+    """
+
+    def __init__(self, endpoint: Endpoint, channel: Channel, surroundings: Surroundings) -> None:
+        self.endpoint = endpoint
+        self.channel = channel
+        self.dialect = trio.Event()
+        self.stock: StockSender | None = None
+        self.refusal: TrioMoriError | None = None
+        self.parked: dict[str, Interest] = {}
+        self.malformed = 0
+        self.timeouts = 0
+        self._around = surroundings
+        self._link: Link | None = None
+        self._connected = False
+        self._composing = False
+        self._last_heard = inf
+
+    # --- the connection -----------------------------------------------------------------------------------
+
+    async def talk(self) -> None:
+        """Dial, listen, and dial again, until cancelled."""
+        async with open_dialler(self.endpoint.host, self.endpoint.port) as link:
+            self._link = link
+            while True:
+                for event in await link.receive():
+                    if isinstance(event, Arrived):
+                        self._on_arrival(event)
+                    elif isinstance(event, Connected):
+                        self._connected = True
+                        self._say_hello(self.channel.generation + 1)
+                    elif isinstance(event, Disconnected):
+                        self._on_disconnected()
+                self._around.flush()
+
+    def compose_later(self) -> None:
+        """Have everything that is said until this tick ends leave as one message."""
+        if self._composing or self._link is None:
+            return
+        self._composing = True
+        self._link.send(self._compose)
+
+    def _compose(self) -> list[bytes] | None:
+        self._composing = False
+        channel = self.channel
+        if not channel.outgoing or channel.epoch is None:
+            return None
+        messages, channel.outgoing = channel.outgoing, []
+        return wire.encode(wire.Requests(channel.token, channel.generation, channel.epoch, messages))
+
+    def say_goodbye(self) -> None:
+        """Let the sender forget this session; everything was given back before."""
+        channel = self.channel
+        if self._link is not None and channel.up and channel.epoch is not None:
+            farewell = wire.Requests(channel.token, channel.generation, channel.epoch, [*channel.outgoing, wire.Bye()])
+            channel.outgoing.clear()
+            self._link.send(wire.encode(farewell))
+
+    def _on_disconnected(self) -> None:
+        self._connected = False
+        self._around.book.disconnected(self.channel, trio.current_time())
+        if self.stock is not None or self.refusal is not None:
+            self.dialect = trio.Event()
+            self.stock = self.refusal = None
+
+    def _say_hello(self, generation: int) -> None:
+        assert self._link is not None
+        around, channel = self._around, self.channel
+        if generation != channel.generation:
+            around.book.disconnected(channel, trio.current_time())
+            channel.generation = generation
+        hello = wire.Hello(
+            wire.OLDEST_VERSION,
+            wire.VERSION,
+            channel.token,
+            generation,
+            around.config.heartbeat_interval,
+            [offer_of(around.engine)],
+            around.deployment,
+        )
+        self._link.send(wire.encode(hello))
+
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def _on_arrival(self, event: Arrived) -> None:
+        channel = self.channel
+        try:
+            if not wire.is_native(event.frames):
+                self._on_stock_answer(event)
+                return
+            body = wire.decode_from_sender(event.frames)
+            self._last_heard = trio.current_time()
+            if isinstance(body, wire.VersionRange):
+                self._refuse(self._other_version(body))
+            elif body.session != channel.token or body.generation != channel.generation:
+                return
+            elif isinstance(body, wire.Welcome):
+                self._on_welcome(body)
+            elif isinstance(body, wire.Mismatch):
+                self._refuse(self._mismatch(body))
+            elif isinstance(body, wire.Stale):
+                self._say_hello(channel.generation + 1)
+            elif body.epoch == channel.epoch:
+                self._on_replies(body)
+        except RemoteProtocolError as error:
+            self.malformed += 1
+            logger.warning("from %s: %s", self.endpoint.address, error)
+
+    def _on_replies(self, body: wire.Replies) -> None:
+        now, channel = trio.current_time(), self.channel
+        for message in body.messages:
+            if isinstance(message, wire.Leaving):
+                logger.info("sender %s closed", self.endpoint.address)
+                self.say_goodbye()
+            self._around.book.on_message(channel, message, now)
+        self._around.note_progress()
+
+    def _on_welcome(self, welcome: wire.Welcome) -> None:
+        fresh = self.channel.epoch != welcome.epoch
+        self._around.book.welcome(self.channel, welcome.epoch)
+        self.stock = self.refusal = None
+        self.dialect.set()
+        if fresh:
+            self._around.nursery.start_soon(self._watch, welcome)
+
+    def _on_stock_answer(self, event: Arrived) -> None:
+        """A stock sender answers our hello, and nothing else on this connection."""
+        if wire.decode_stock_answer(event.frames) != wire.TRANSFER_ERROR or self.stock is not None:
+            return
+        logger.info("sender %s speaks the vllm-omni dialect", self.endpoint.address)
+        self.stock = self._around.stock_sender(self.endpoint)
+        self.refusal = None
+        self.parked.clear()
+        self._around.book.fail_all(self.channel, CHANGED_DIALECT, "")
+        self.dialect.set()
+
+    def _refuse(self, error: TrioMoriError) -> None:
+        logger.warning("%s", error)
+        self.refusal = error
+        self._around.book.fail_all(self.channel, book.MISMATCH, str(error))
+        self.dialect.set()
+
+    def _mismatch(self, body: wire.Mismatch) -> EngineMismatch:
+        ours = self._around.engine.name
+        return EngineMismatch(
+            f"no way for the sender {self.endpoint.address} to write into this pool: {body.detail} "
+            f"(ours: {ours}; its: {', '.join(body.engines)})",
+            ours=(ours,),
+            theirs=tuple(body.engines),
+        )
+
+    def _other_version(self, body: wire.VersionRange) -> RemoteProtocolError:
+        return RemoteProtocolError(
+            f"the sender {self.endpoint.address} speaks versions {body.oldest} to {body.newest} of the protocol, "
+            f"this side {wire.OLDEST_VERSION} to {wire.VERSION}: install the same release of trio_mori at both ends"
+        )
+
+    # --- liveness -----------------------------------------------------------------------------------------
+
+    async def _watch(self, welcome: wire.Welcome) -> None:
+        """Free what a sender may write to when its process is proven dead."""
+        around = self._around
+        theirs = find_offer(welcome.offers, around.engine)
+        if theirs is None:
+            return
+        try:
+            peer = around.engine.add_peer(theirs)
+        except DescriptorRefused as error:
+            # It can write here, but its end cannot be proven: what it leaves unanswered stays in quarantine.
+            logger.warning("the sender %s cannot be watched: %s", self.endpoint.address, error)
+            return
+        await around.engine.wait_fenced(peer)
+        logger.info("sender %s: its process has ended", self.endpoint.address)
+        around.book.fenced(self.channel, welcome.epoch, trio.current_time())
+        around.note_progress()
+        around.flush()
+
+    def beat(self, now: float) -> None:
+        """At each heartbeat: say that we live; give the sender up if it has been gone for too long."""
+        around, channel = self._around, self.channel
+        if self._link is not None:
+            self._link.recheck()
+        if channel.up:
+            around.book.heartbeat(channel)
+        elif self._connected and self.stock is None:
+            self._say_hello(channel.generation)  # the first one, or its answer, was lost
+        silent = now - min(channel.lost_since, self._last_heard)
+        limit = around.config.peer_timeout
+        if silent >= limit:
+            detail = (
+                f"the sender {self.endpoint.address} has been silent for {silent:.0f} s (peer_timeout is {limit:g} s); "
+                "its process may have ended, or be stopped or stuck"
+            )
+            logger.warning("%s", detail)
+            self.timeouts += 1
+            around.book.fail_all(channel, book.PEER_LOST, detail)
+            channel.lost_since = self._last_heard = inf
