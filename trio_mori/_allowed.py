@@ -55,8 +55,11 @@ def show(value: object) -> str:
 
 def near(word: object, known: Iterable[str]) -> str:
     """The remedy for a misspelt word: ``did you mean 'x'?``, or nothing."""
-    close = difflib.get_close_matches(word.lower(), known, n=2) if isinstance(word, str) and len(word) <= _SHOWN else []
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+    if not isinstance(word, str) or len(word) > _SHOWN:
+        return ""
+    spellings = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), spellings, n=2)
+    return f"did you mean {' or '.join(repr(spellings[name]) for name in close)}?" if close else ""
 
 
 def checked(check: Check[object], default: object, meaning: str) -> Any:

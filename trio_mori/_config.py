@@ -228,22 +228,16 @@ class ConnectorConfig:
 
     @classmethod
     def from_dict(
-        cls,
-        mapping: Mapping[str, object],
-        *,
-        source: str | None = None,
-        where: str | None = None,
-        lines: Mapping[str, int] | None = None,
+        cls, mapping: Mapping[str, object], *, source: str | None = None, where: str | None = None
     ) -> ConnectorConfig:
         """Check the `extra` of a connector. Keys that are not ours stay in `extra`; each is warned of once.
 
         Args:
             source: The file that it stands in, for messages.
             where: The path to it within that file, for messages.
-            lines: The line of each key in that file, for messages.
 
         Raises:
-            ConfigError: names file, line, key and value, and what is allowed.
+            ConfigError: names key and value, and what is allowed.
         """
         try:
             if not isinstance(mapping, Mapping):
@@ -261,8 +255,7 @@ class ConnectorConfig:
             known: dict[str, Any] = {key: value for key, value in mapping.items() if key in KEYS}
             return cls(**known, extra=mapping)
         except ConfigError as error:
-            line = None if lines is None else lines.get(error.key)
-            raise located(error, source, line, where) from None
+            raise located(error, source, None, where) from None
 
     @property
     def ttl(self) -> float:
