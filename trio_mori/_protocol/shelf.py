@@ -80,6 +80,7 @@ class Shelf:
     def free(self, entry: Entry, cause: Event) -> None:
         """Give an unpinned entry's memory back."""
         entry.phase = step(ENTRY_TABLE, entry.phase, cause)
+        entry.holder = None
         self._unfile(entry)
         self._staged.pop(entry, None)
         self._filed.pop(entry, None)
