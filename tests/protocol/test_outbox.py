@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from desks import SenderDesk
+from desks import KEY, UNIT, SenderDesk
+
+from trio_mori._protocol.extents import OUTBOUND
 
 pytestmark = pytest.mark.deterministic
 
@@ -17,4 +19,30 @@ def test_after_the_farewell_a_silent_receiver_lapses_without_harm() -> None:
     desk.book.stop()
     desk.book.leave()
     desk.wait(31)
+    assert desk.clean
+
+
+def test_a_destination_that_comes_after_the_stop_is_not_written_to() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.put()
+    desk.fetch(session, 1, room=0)
+    desk.book.stop()
+    desk.said(session)
+    desk.fetch(session, 1, round=1)
+    assert not desk.book.starting
+    assert not desk.said(session), "an answer would only make it ask again"
+    desk.book.leave()
+    desk.fetch(session, 1, round=1)
+    assert not desk.book.starting
+    assert desk.clean
+
+
+def test_a_put_that_is_copying_keeps_its_memory_until_it_ends_it_itself() -> None:
+    desk = SenderDesk()
+    entry = desk.book.stage(KEY, desk.pool.allocate(UNIT, OUTBOUND))
+    desk.book.stop()
+    desk.book.leave()
+    assert not desk.clean
+    desk.book.unstage(entry)
     assert desk.clean

@@ -268,6 +268,8 @@ class Outbox:
         self._look_for(fetch)
 
     def _on_repeated_fetch(self, fetch: Fetch, message: wire.Fetch) -> None:
+        if self._closing and fetch.state is Want.OFFERED:
+            return  # nothing is begun any more; the farewell answers it
         awaited = fetch.state in (Want.WAITING, Want.OFFERED) and fetch.capacity == 0
         if awaited and message.round == fetch.round and message.capacity:
             fetch.offset, fetch.capacity = message.offset, message.capacity
@@ -622,12 +624,15 @@ class Outbox:
         self._closing = True
 
     def leave(self) -> None:
-        """Forget all payloads, and tell every session which writes into its pool have not ended."""
+        """Forget all payloads, and tell every session which writes into its pool have not ended.
+
+        What is staged stays: its put may be copying into it, and ends it.
+        """
         for session in list(self.sessions.values()):
             fetches = [t.holder for t in self.tickets if isinstance(t.holder, Fetch)]
             self._say(session, wire.Leaving([f.id for f in fetches if f.session is session]))
         for entry in self.shelf.everything():
-            if entry.phase is not Phase.DYING:
+            if entry.phase not in (Phase.STAGED, Phase.DYING):
                 self.shelf.drop(entry)
 
 
