@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from desks import KEY, UNIT, SenderDesk
 
+from trio_mori._protocol import wire
 from trio_mori._protocol.extents import OUTBOUND
 
 pytestmark = pytest.mark.deterministic
@@ -46,3 +47,23 @@ def test_a_put_that_is_copying_keeps_its_memory_until_it_ends_it_itself() -> Non
     assert not desk.clean
     desk.book.unstage(entry)
     assert desk.clean
+
+
+# --- writes that fail or take too long --------------------------------------------------------------------
+
+
+def test_a_receiver_that_heard_neither_of_the_failure_nor_of_its_end_is_told_again() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    desk.wait(21)
+    desk.end(ticket)
+    assert [type(m) for m in desk.said(session)] == [wire.Failed, wire.Closed]  # both are lost
+    desk.beat(session, 1, 1, open=[1])
+    failure = desk.said(session)[0]
+    assert isinstance(failure, wire.Failed)
+    assert failure.settled
+    desk.hear(session, wire.Ack([1]))
+    assert not session.fetches

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 import attrs
+import msgspec
 
 from .._errors import KeyBusy, NoRoom, TransferFailed
 from . import wire
@@ -418,9 +419,13 @@ class Outbox:
         entry.pins -= 1
         if isinstance(holder, StockCaller):
             self._end_pull(ticket, holder, now, error)
-        elif holder.state is not Want.WRITING:
-            # It was cancelled, or told of a failure while bytes might still move: now they do not.
+        elif holder.state is Want.WITHDRAWN:
             holder.session.close(holder.id)
+            self._say(holder.session, wire.Closed([holder.id]))
+        elif holder.failure is not None:
+            # It was told of the failure while bytes might still move: now they do not. The record stays until the
+            # receiver says that it is over, for it may have heard neither.
+            holder.failure = msgspec.structs.replace(holder.failure, settled=True)
             self._say(holder.session, wire.Closed([holder.id]))
         elif error is not None:
             self._fail(holder, wire.TRANSFER_FAILED, error, settled=True)
