@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -397,7 +398,8 @@ async def open_connector(
             engine = await stack.enter_async_context(
                 open_engine(config.backend_type, pool_size=config.memory_pool_size, device=config.memory_pool_device)
             )
-        hosts = resolve_host(config.host, advertise=config.advertise_host)
+        # In a thread: a name is looked up, which may take as long as the resolver likes.
+        hosts = await trio.to_thread.run_sync(partial(resolve_host, config.host, advertise=config.advertise_host))
         listener = None
         endpoint = Endpoint(hosts.advertise, config.zmq_port)
         if config.role != "receiver":
