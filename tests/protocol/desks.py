@@ -150,7 +150,7 @@ class ReceiverDesk:
     def arrived(self, size: int = 100) -> Interest:
         """A get whose payload has come."""
         interest = self.get()
-        self.hear(wire.Done(interest.id, size, b"h"))
+        self.hear(wire.Done(interest.id, interest.round, size, b"h"))
         assert interest.state is State.ARRIVED
         return interest
 

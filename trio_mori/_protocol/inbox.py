@@ -452,7 +452,7 @@ class Inbox:
 
     def _on_done(self, channel: Channel, message: wire.Done) -> None:
         interest = channel.interests.get(message.id)
-        if interest is None or interest.state in (State.ARRIVED, State.TAKEN):
+        if interest is None or interest.state in (State.ARRIVED, State.TAKEN) or message.round < interest.round:
             return
         capacity = 0 if interest.extent is None else interest.extent.size
         if interest.state is not State.RETURNING and message.size > capacity:

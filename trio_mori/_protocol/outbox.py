@@ -336,7 +336,7 @@ class Outbox:
         """The receiver still waits for this one: say again what it was last told."""
         entry = fetch.entry
         if fetch.state is Want.DELIVERED and entry is not None:
-            self._say(fetch.session, wire.Done(fetch.id, entry.size, entry.header))
+            self._say(fetch.session, wire.Done(fetch.id, fetch.round, entry.size, entry.header))
         elif fetch.state is Want.OFFERED and entry is not None:
             self._say(fetch.session, wire.Ready(fetch.id, fetch.round, entry.size))
         elif fetch.failure is not None:
@@ -436,7 +436,7 @@ class Outbox:
             holder.given = entry
             entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
             self.counters.delivered += 1
-            self._say(holder.session, wire.Done(holder.id, entry.size, entry.header))
+            self._say(holder.session, wire.Done(holder.id, holder.round, entry.size, entry.header))
         if entry.phase is Phase.DYING and not entry.pins:
             self.shelf.free(entry, Event.SETTLE)
         elif entry.phase is Phase.CLAIMED and entry.holder is holder:

@@ -115,9 +115,10 @@ class Bye(Message, frozen=True, tag=5):
 
 
 class Done(Message, frozen=True, tag=16):
-    """The payload is in the destination. `header` describes it (see `trio_mori._payload`)."""
+    """The payload is in the destination of that round. `header` describes it (see `trio_mori._payload`)."""
 
     id: Uint
+    round: Uint
     size: Uint
     header: Annotated[bytes, msgspec.Meta(max_length=MAX_BODY)]
 

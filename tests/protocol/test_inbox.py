@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+from desks import UNIT, ReceiverDesk
+
+from trio_mori._protocol import wire
+from trio_mori._protocol.inbox import State
+
+pytestmark = pytest.mark.deterministic
+
+
+# --- a sender's word about an earlier destination ---------------------------------------------------------
+
+
+def test_a_late_done_about_an_earlier_destination_says_nothing_about_the_present_one() -> None:
+    desk = ReceiverDesk()
+    interest = desk.get()
+    late = wire.Done(interest.id, 0, 100, b"h")
+    # The sender heard nothing for too long and offers once more, while its `Done` is on the way.
+    desk.hear(wire.Ready(interest.id, 1, 20 * UNIT))
+    desk.hear(late)
+    assert interest.state is State.POSTED
+    assert interest.extent is not None
+    desk.book.give_back(interest)
+    desk.hear(late)
+    assert interest.extent is not None, "it may be written to until the sender has confirmed"
+    desk.hear(wire.Closed([interest.id]))
+    assert desk.clean
