@@ -26,3 +26,14 @@ def test_a_late_done_about_an_earlier_destination_says_nothing_about_the_present
     assert interest.extent is not None, "it may be written to until the sender has confirmed"
     desk.hear(wire.Closed([interest.id]))
     assert desk.clean
+
+
+# --- farewells --------------------------------------------------------------------------------------------
+
+
+def test_what_stands_behind_a_farewell_is_not_heard() -> None:
+    desk = ReceiverDesk()
+    interest = desk.get()
+    desk.hear(wire.Leaving([]), wire.Leaving([]), wire.Ready(interest.id, 1, UNIT), wire.Done(interest.id, 1, 0, b"h"))
+    assert interest.state is State.POSTED
+    assert desk.clean

@@ -433,6 +433,8 @@ class Inbox:
         Raises:
             RemoteProtocolError: it says what cannot be; nothing was changed.
         """
+        if not channel.up:
+            return  # it stood behind a farewell
         if isinstance(message, wire.Done):
             self._on_done(channel, message)
         elif isinstance(message, wire.Ready):
