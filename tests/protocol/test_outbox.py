@@ -67,3 +67,24 @@ def test_a_receiver_that_heard_neither_of_the_failure_nor_of_its_end_is_told_aga
     assert failure.settled
     desk.hear(session, wire.Ack([1]))
     assert not session.fetches
+
+
+# --- sessions that end ------------------------------------------------------------------------------------
+
+
+def test_what_stands_behind_a_farewell_is_not_heard() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.book.bye(session)
+    desk.put()
+    desk.fetch(session, 1)
+    assert not desk.book.starting
+
+
+def test_what_a_session_gives_up_at_its_end_is_not_written_to_it_once_more() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.deliver(session, 1)
+    desk.fetch(session, 2)
+    desk.book.bye(session)
+    assert not desk.book.starting

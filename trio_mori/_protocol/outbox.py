@@ -199,9 +199,9 @@ class Outbox:
 
     def bye(self, session: Session) -> None:
         """It closed, or is forgotten: what it had and did not acknowledge goes to others."""
+        session.connected = False
         for fetch in list(session.fetches.values()):
             self._withdraw(fetch)
-        session.connected = False
         session.outgoing.clear()
         self.talking.pop(session, None)
         if self.sessions.get(session.token) is session:
@@ -223,6 +223,8 @@ class Outbox:
         self, session: Session, message: wire.Fetch | wire.Cancel | wire.Ack | wire.Heartbeat, now: float
     ) -> None:
         """A message of a session arrived, with the right generation and epoch."""
+        if self.sessions.get(session.token) is not session:
+            return  # it stood behind a farewell
         session.last_heard = now
         if not session.connected:
             self._revive(session)
