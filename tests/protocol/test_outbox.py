@@ -88,3 +88,23 @@ def test_what_a_session_gives_up_at_its_end_is_not_written_to_it_once_more() -> 
     desk.fetch(session, 2)
     desk.book.bye(session)
     assert not desk.book.starting
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_above_the_limit_is_refused_for_good_and_told_until_it_is_heard() -> None:
+    desk = SenderDesk(max_fetches=1)
+    session = desk.meet()
+    desk.fetch(session, 1)
+    desk.fetch(session, 2)
+    assert [(m.id, m.code) for m in desk.said(session)] == [(2, wire.LIMIT)]  # which is lost
+    desk.hear(session, wire.Cancel([1]))
+    desk.put()
+    desk.fetch(session, 2)
+    assert not desk.book.starting, "the receiver may have heard of the refusal, and freed the destination"
+    desk.said(session)
+    desk.beat(session, 1, 2, open=[2])
+    failure, pulse = desk.said(session)
+    assert failure == wire.Failed(2, wire.LIMIT, failure.detail, True)
+    assert pulse == wire.Pulse(1, [])

@@ -254,10 +254,10 @@ class Outbox:
         if not session.may_start(message.id):
             return
         if len(session.fetches) >= self.limits.max_fetches:
-            detail = (
-                f"{self.limits.max_fetches} fetches of one receiver are open, which is the most (max_fetches_per_peer)"
-            )
-            self._say(session, wire.Failed(message.id, wire.LIMIT, detail, True))
+            # Closed, so that a copy of it does not start later: its destination is free from now on.
+            if len(session.closed) < MAX_CLOSED:
+                session.close(message.id)
+                self._say_limit(session, message.id)
             return
         fetch = Fetch(session, message.id, message.key, message.round, message.offset, message.capacity)
         session.fetches[fetch.id] = fetch
@@ -269,6 +269,12 @@ class Outbox:
             return
         self._interests.setdefault(fetch.key, {})[fetch] = None
         self._look_for(fetch)
+
+    def _say_limit(self, session: Session, fetch_id: int) -> None:
+        """Say that a fetch was refused. It leaves no record: that it is closed and still listed means just this."""
+        limit = self.limits.max_fetches
+        detail = f"{limit} fetches of one receiver are open, which is the most (max_fetches_per_peer)"
+        self._say(session, wire.Failed(fetch_id, wire.LIMIT, detail, True))
 
     def _on_repeated_fetch(self, fetch: Fetch, message: wire.Fetch) -> None:
         if self._closing and fetch.state is Want.OFFERED:
@@ -332,6 +338,8 @@ class Outbox:
                 self._repeat(session.fetches[fetch_id])
             elif session.may_start(fetch_id):
                 unknown.append(fetch_id)
+            else:
+                self._say_limit(session, fetch_id)
         self._say(session, wire.Pulse(message.sequence, unknown))
 
     def _repeat(self, fetch: Fetch) -> None:
@@ -490,9 +498,12 @@ class Outbox:
         fetch.session.close(fetch.id)
         self.counters.acknowledged += 1
         given, claimed = fetch.given, fetch.entry
-        kept = given is not None and given.phase is not Phase.FREED and not given.pins
+        kept = given is not None and given.phase is not Phase.FREED
         if given is not None and kept and (given.holder is fetch or given.phase is Phase.PUBLISHED):
-            self.shelf.free(given, Event.ACKNOWLEDGE)
+            if given.pins:  # an earlier write, which was given up, still reads it
+                self.shelf.drop(given)
+            else:
+                self.shelf.free(given, Event.ACKNOWLEDGE)
         if claimed is not None and claimed is not given and claimed.holder is fetch:
             self._release(claimed)
 
