@@ -108,3 +108,36 @@ def test_a_fetch_above_the_limit_is_refused_for_good_and_told_until_it_is_heard(
     failure, pulse = desk.said(session)
     assert failure == wire.Failed(2, wire.LIMIT, failure.detail, True)
     assert pulse == wire.Pulse(1, [])
+
+
+# --- time -------------------------------------------------------------------------------------------------
+
+
+def test_a_delivery_to_a_receiver_that_is_silent_already_sets_the_alarm() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    desk.book.disconnected(session)
+    desk.wait(15)
+    desk.wait(15)
+    desk.book.next_deadline()
+    desk.end(ticket)
+    assert desk.book.alarm == desk.book.next_deadline() == 30.0
+
+
+def test_an_acknowledged_payload_that_an_earlier_write_still_reads_goes_when_that_ends() -> None:
+    desk = SenderDesk()
+    first, second = desk.meet(b"A"), desk.meet(b"B")
+    desk.put()
+    desk.fetch(first, 1)
+    overdue = desk.begun()
+    desk.wait(21)
+    desk.fetch(second, 1)
+    desk.written()
+    desk.hear(second, wire.Ack([1]))
+    assert not desk.clean
+    assert desk.book.shelf.find(KEY) is None
+    desk.end(overdue)
+    assert desk.clean

@@ -444,6 +444,7 @@ class Outbox:
         else:
             holder.state = step(WANT_TABLE, holder.state, Step.DELIVER)
             holder.given = entry
+            self.alarm = min(self.alarm, holder.session.last_heard + self.limits.acknowledge_timeout)
             entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
             self.counters.delivered += 1
             self._say(holder.session, wire.Done(holder.id, holder.round, entry.size, entry.header))
