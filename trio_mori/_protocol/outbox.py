@@ -149,14 +149,15 @@ class Outbox:
         return len(dropped)
 
     def _give_up(self, entry: Entry, code: int, detail: str) -> None:
-        holder = entry.holder
-        if entry.phase is Phase.PUBLISHED:
-            self.shelf.bury(entry.key, code)
-        elif isinstance(holder, Fetch) and holder.state is Want.OFFERED:
-            self._fail(holder, code, detail, settled=True)
-        elif isinstance(holder, Fetch) and holder.state is Want.DELIVERED:
-            holder.lost = code
+        holder, phase = entry.holder, entry.phase
+        newest = self.shelf.find(entry.key) is entry
         self.shelf.drop(entry)
+        if isinstance(holder, Fetch) and holder.state is Want.OFFERED:
+            self._fail(holder, code, detail, settled=True)
+        elif isinstance(holder, Fetch) and holder.state is Want.DELIVERED and newest:
+            holder.lost = code
+        elif phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and isinstance(holder, StockCaller)):
+            self._bury(entry.key, code)
 
     # --- receivers' sessions ------------------------------------------------------------------------------
 
@@ -263,10 +264,6 @@ class Outbox:
         session.fetches[fetch.id] = fetch
         if not self._destination_allowed(fetch):
             return
-        reason = self.shelf.exhume(fetch.key)
-        if reason:
-            self._fail(fetch, reason, "", settled=True)
-            return
         self._interests.setdefault(fetch.key, {})[fetch] = None
         self._look_for(fetch)
 
@@ -326,9 +323,8 @@ class Outbox:
         listed = frozenset(message.open).union(message.unacknowledged, message.returning)
         session.judge(message.sequence, message.highest, listed)
         for fetch in [f for f in session.fetches.values() if f.id <= message.highest and f.id not in listed]:
-            if fetch.given is not None:
-                self._acknowledge(fetch)
-            else:
+            self._on_ack(session, fetch.id)
+            if fetch.id in session.fetches:
                 self._withdraw(fetch)
         for fetch_id in message.returning:
             self._on_cancel(session, fetch_id)
@@ -362,9 +358,21 @@ class Outbox:
     # --- from interest to write ---------------------------------------------------------------------------
 
     def _look_for(self, fetch: Fetch) -> None:
+        """Give a waiting fetch what there is, or tell it that it is gone."""
         entry = self.shelf.find(fetch.key)
         if entry is not None:
             self._match(entry)
+        elif reason := self.shelf.exhume(fetch.key):
+            self._fail(fetch, reason, "", settled=True)
+
+    def _bury(self, key: str, reason: int) -> None:
+        """A payload is gone: tell the first that waits for it, or whoever asks next."""
+        if self.shelf.find(key) is not None:
+            return  # a newer one is there
+        self.shelf.bury(key, reason)
+        fetch = next((f for f in self._interests.get(key, ()) if f.session.connected), None)
+        if fetch is not None:
+            self._look_for(fetch)
 
     def _match(self, entry: Entry) -> None:
         """Give a published entry to the first live fetch of its key."""
@@ -419,7 +427,8 @@ class Outbox:
         if isinstance(holder, StockCaller):
             self._answer(holder, wire.TRANSFER_ERROR)
         elif holder.state is Want.WRITING:
-            self._fail(holder, wire.TRANSFER_FAILED, why, settled=False)
+            code = wire.GONE if entry.phase is Phase.DYING else wire.TRANSFER_FAILED
+            self._fail(holder, code, why, settled=False)
         if entry.phase is Phase.CLAIMED and entry.holder is holder:
             self._release(entry)
 
@@ -437,10 +446,10 @@ class Outbox:
             # receiver says that it is over, for it may have heard neither.
             holder.failure = msgspec.structs.replace(holder.failure, settled=True)
             self._say(holder.session, wire.Closed([holder.id]))
-        elif error is not None:
-            self._fail(holder, wire.TRANSFER_FAILED, error, settled=True)
         elif entry.phase is Phase.DYING:
             self._fail(holder, wire.GONE, "the sender cleaned it up", settled=True)
+        elif error is not None:
+            self._fail(holder, wire.TRANSFER_FAILED, error, settled=True)
         else:
             holder.state = step(WANT_TABLE, holder.state, Step.DELIVER)
             holder.given = entry
@@ -476,17 +485,24 @@ class Outbox:
         """The receiver does not want it: over now, or when the write that is under way has ended."""
         if fetch.state is Want.WITHDRAWN:
             return
+        if reason := self._untold(fetch):
+            self._bury(fetch.key, reason)
         if self._has_write(fetch):
             fetch.state = step(WANT_TABLE, fetch.state, Step.WITHDRAW)
             return
         self._leave_queue(fetch)
         fetch.session.close(fetch.id)
         entry = fetch.entry
-        if fetch.lost:
-            self.shelf.bury(fetch.key, fetch.lost)
-        elif entry is not None and entry.holder is fetch and entry.phase in (Phase.CLAIMED, Phase.DELIVERED):
+        if entry is not None and entry.holder is fetch and entry.phase in (Phase.CLAIMED, Phase.DELIVERED):
             self.counters.returned += fetch.state is Want.DELIVERED
             self._release(entry)
+
+    def _untold(self, fetch: Fetch) -> int:
+        """Why its payload is gone, if this receiver may not have heard of it."""
+        if fetch.failure is not None:
+            return fetch.failure.code if fetch.failure.code in (wire.EXPIRED, wire.GONE) else 0
+        dying = fetch.state is Want.WRITING and fetch.entry is not None and fetch.entry.phase is Phase.DYING
+        return wire.GONE if dying else fetch.lost
 
     def _has_write(self, fetch: Fetch) -> bool:
         if fetch.state in (Want.WRITING, Want.WITHDRAWN):
@@ -613,8 +629,11 @@ class Outbox:
         session.connected = False
         for fetch in list(session.fetches.values()):
             entry = fetch.entry
-            if _may_lapse(fetch):
+            if fetch.state is Want.DELIVERED:
                 fetch.state = step(WANT_TABLE, fetch.state, Step.LAPSE)
+                if fetch.lost:
+                    self._bury(fetch.key, fetch.lost)
+                    fetch.lost = 0
             elif fetch.state is Want.OFFERED:
                 self._requeue(fetch)
             else:
@@ -629,7 +648,7 @@ class Outbox:
             if ticket.course is Course.RUNNING:
                 when = min(when, ticket.deadline)
         for session in self.sessions.values():
-            if session.connected or any(f.state is Want.OFFERED or _may_lapse(f) for f in session.fetches.values()):
+            if session.connected or any(f.state in (Want.DELIVERED, Want.OFFERED) for f in session.fetches.values()):
                 when = min(when, session.last_heard + self.limits.acknowledge_timeout)
         for caller in self._callers.values():
             when = min(when, caller.held_until)
@@ -653,7 +672,3 @@ class Outbox:
         for entry in self.shelf.everything():
             if entry.phase not in (Phase.STAGED, Phase.DYING):
                 self.shelf.drop(entry)
-
-
-def _may_lapse(fetch: Fetch) -> bool:
-    return fetch.state is Want.DELIVERED and not fetch.lost
