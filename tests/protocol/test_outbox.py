@@ -273,3 +273,36 @@ def test_a_newer_payload_is_not_declared_gone_with_an_older_one() -> None:
     desk.said(session)
     desk.fetch(session, 3)
     assert codes(desk, session) == []
+
+
+@pytest.mark.parametrize("fenced_first", [False, True])
+def test_an_unsettled_write_is_over_when_its_receiver_is_proven_dead_whichever_comes_first(fenced_first: bool) -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    entry = desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    if fenced_first:
+        desk.book.fenced(session, desk.now)
+    desk.fail(ticket, settled=False)
+    if not fenced_first:
+        assert entry.pins
+        desk.book.fenced(session, desk.now)
+    assert not entry.pins
+    assert not desk.book.tickets
+    desk.fetch(desk.meet(b"B"), 1)
+    desk.written()
+
+
+def test_an_unsettled_write_that_ends_after_all_frees_both_ends() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    entry = desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    desk.fail(ticket, settled=False)
+    desk.hear(session, wire.Cancel([1]))
+    assert not [m for m in desk.said(session) if isinstance(m, wire.Closed)]
+    desk.end(ticket)
+    assert desk.said(session) == [wire.Closed([1])]
+    assert not entry.pins

@@ -160,6 +160,7 @@ class Session:
         region_size: Bytes of the receiver's pool; no destination reaches past it.
         handle: What the shell keeps for it (route, engine peer).
         connected: Whether writes may be started for it.
+        fenced: Its process is proven dead.
         last_heard: When its last message came.
         highest, listed: The newest heartbeat: of all ids up to `highest` only those in `listed` may still start.
         sequence: Number of that heartbeat.
@@ -174,6 +175,7 @@ class Session:
     handle: object
     last_heard: float
     connected: bool = True
+    fenced: bool = False
     highest: int = 0
     listed: frozenset[int] = frozenset()
     sequence: int = 0

@@ -213,6 +213,7 @@ class Outbox:
 
         What such a write may still do, it does to memory that no longer exists.
         """
+        session.fenced = True
         self.bye(session)
         for ticket in [t for t in self.tickets if t.course is Course.UNSETTLED]:
             if isinstance(ticket.holder, Fetch) and ticket.holder.session is session:
@@ -409,10 +410,15 @@ class Outbox:
         self.alarm = min(self.alarm, ticket.deadline)
 
     def write_ended(self, ticket: Ticket, now: float, error: TransferFailed | None = None) -> None:
-        """The engine is done with a write: no byte of it moves any more, unless the error is not settled."""
+        """The engine is done with a write: no byte of it moves any more, unless the error is not settled.
+
+        It may be called once more for a write whose error was not settled, when that has ended after all.
+        """
         if error is not None:
             self.counters.failed_writes += 1
-        if error is not None and not error.settled:
+        holder = ticket.holder
+        into_nothing = isinstance(holder, Fetch) and holder.session.fenced
+        if error is not None and not error.settled and not into_nothing:
             self._tell_failed(ticket, Course.UNSETTLED, str(error))
         else:
             self._end(ticket, now, None if error is None else str(error))
