@@ -1,0 +1,289 @@
+"""The contract of a link, over the fake and over ZMQ; and what the fake does at a test's command."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import attrs
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from trio_mori._errors import ConnectorClosed
+from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
+from trio_mori.abc import Arrived, Connected, Disconnected, Link, LinkEvent
+from trio_mori.testing import (
+    LINK_CHECKS,
+    MemoryCable,
+    MemoryDialler,
+    MemoryListener,
+    MemoryNetwork,
+    check_link,
+    memory_link_pair,
+)
+from trio_mori.testing._link_checks import Check, OpenNetwork
+from trio_mori.testing._links import Message
+
+# Seconds for one check over real sockets; the longest takes 0.3 on an idle machine.
+CHECK_TIMEOUT = 20
+
+
+@attrs.frozen
+class ZmqNetwork:
+    """A listening link on one address, and diallers of it."""
+
+    host: str
+    listener: ListeningLink
+
+    def dial(self) -> AbstractAsyncContextManager[DiallingLink]:
+        return open_dialler(self.host, self.listener.port)
+
+
+@asynccontextmanager
+async def open_tcp_network(host: str = "127.0.0.1") -> AsyncIterator[ZmqNetwork]:
+    async with open_listener([host], 0) as listener:
+        yield ZmqNetwork(host, listener)
+
+
+def open_tcp6_network() -> AbstractAsyncContextManager[ZmqNetwork]:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this host has no ::1")
+    return open_tcp_network("::1")
+
+
+@pytest.mark.parametrize(
+    "open_network",
+    [
+        pytest.param(MemoryNetwork, id="memory"),
+        pytest.param(open_tcp_network, id="tcp"),
+        pytest.param(open_tcp6_network, id="tcp6"),
+    ],
+)
+@pytest.mark.parametrize("check", LINK_CHECKS, ids=lambda check: check.__name__)
+async def test_a_link_keeps_the_contract(check: Check, open_network: OpenNetwork) -> None:
+    with trio.fail_after(CHECK_TIMEOUT):
+        await check(open_network)
+
+
+async def test_check_link_runs_every_check() -> None:
+    opened = 0
+
+    def open_network() -> MemoryNetwork:
+        nonlocal opened
+        opened += 1
+        return MemoryNetwork()
+
+    await check_link(open_network, timeout=CHECK_TIMEOUT)
+    assert opened == len(LINK_CHECKS)
+
+
+async def take_then_yield(self: MemoryListener) -> list[LinkEvent]:
+    batch = await receive(self)
+    await trio.lowlevel.checkpoint()
+    return batch
+
+
+async def return_at_once(self: MemoryListener) -> list[LinkEvent]:
+    if not self._inbox:
+        return await receive(self)
+    batch, self._inbox = self._inbox, []
+    return batch
+
+
+async def return_nothing(self: MemoryListener) -> list[LinkEvent]:
+    await trio.lowlevel.checkpoint()
+    batch, self._inbox = self._inbox, []
+    return batch
+
+
+def swap(self: MemoryCable, frames: Sequence[bytes]) -> None:
+    if not self._to_reverse:
+        self.reverse(2)
+    carry(self, frames)
+
+
+def join(self: MemoryCable, frames: Sequence[bytes]) -> None:
+    carry(self, [b"".join(frames)])
+
+
+def keep_quiet(self: MemoryListener, event: LinkEvent) -> None:
+    if not isinstance(event, Disconnected):
+        happen(self, event)
+
+
+def call_twice(self: MemoryDialler, frames: Message, route: bytes = b"") -> None:
+    if callable(frames):
+        frames()
+    send_queued(self, frames, route)
+
+
+receive = MemoryListener.receive
+happen = MemoryListener.happen
+send_queued = MemoryDialler.send
+carry = MemoryCable.carry
+
+
+@pytest.mark.deterministic
+@pytest.mark.parametrize(
+    ("kind", "method", "fault"),
+    [
+        (MemoryListener, "receive", take_then_yield),
+        (MemoryListener, "receive", return_at_once),
+        (MemoryListener, "receive", return_nothing),
+        (MemoryListener, "happen", keep_quiet),
+        (MemoryDialler, "send", call_twice),
+        (MemoryCable, "carry", swap),
+        (MemoryCable, "carry", join),
+    ],
+)
+async def test_check_link_finds_a_planted_fault(
+    kind: type, method: str, fault: object, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.abc.Clock
+) -> None:
+    monkeypatch.setattr(kind, method, fault)
+    with pytest.raises((AssertionError, trio.TooSlowError)):
+        await check_link(MemoryNetwork, timeout=1)
+
+
+# --- the fake ---------------------------------------------------------------------------------------------
+
+
+async def events_of(link: Link) -> list[LinkEvent]:
+    """All that has happened when nothing moves any more."""
+    events: list[LinkEvent] = []
+
+    async def receive() -> None:
+        events.extend(await link.receive())
+
+    await wait_all_tasks_blocked()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(receive)
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    return events
+
+
+async def arrived(link: Link) -> list[bytes]:
+    """The first frames of the messages among these, which have to be all."""
+    events = await events_of(link)
+    assert all(isinstance(event, Arrived) for event in events), events
+    return [event.frames[0] for event in events if isinstance(event, Arrived)]
+
+
+def send(link: Link, *frames: bytes, route: bytes = b"") -> None:
+    for frame in frames:
+        link.send([frame], route)
+
+
+@pytest.mark.deterministic
+async def test_a_cable_drops_the_next_messages() -> None:
+    dialler, listener = memory_link_pair()
+    dialler.outgoing.drop(2)
+    send(dialler, b"1", b"2", b"3")
+    assert await arrived(listener) == [b"3"]
+
+
+@pytest.mark.deterministic
+async def test_a_cable_duplicates_the_next_message() -> None:
+    dialler, listener = memory_link_pair()
+    dialler.outgoing.duplicate()
+    send(dialler, b"1", b"2")
+    assert await arrived(listener) == [b"1", b"1", b"2"]
+
+
+@pytest.mark.deterministic
+async def test_a_cable_reverses_the_next_messages_once_all_have_left() -> None:
+    dialler, listener = memory_link_pair()
+    dialler.outgoing.reverse(3)
+    send(dialler, b"1", b"2")
+    assert await arrived(listener) == []
+    send(dialler, b"3", b"4")
+    assert await arrived(listener) == [b"3", b"2", b"1", b"4"]
+
+
+@pytest.mark.deterministic
+async def test_a_held_cable_lets_messages_through_one_by_one_or_all_at_once() -> None:
+    dialler, listener = memory_link_pair()
+    dialler.outgoing.hold()
+    send(dialler, b"1", b"2", b"3")
+    assert await arrived(listener) == []
+    assert list(dialler.outgoing.in_flight) == [[b"1"], [b"2"], [b"3"]]
+    dialler.outgoing.release(1)
+    assert await arrived(listener) == [b"1"]
+    send(dialler, b"4")
+    assert await arrived(listener) == []
+    dialler.outgoing.release()
+    assert await arrived(listener) == [b"2", b"3", b"4"]
+    send(dialler, b"5")
+    assert await arrived(listener) == [b"5"]
+
+
+@pytest.mark.deterministic
+async def test_the_two_directions_of_a_connection_fail_independently() -> None:
+    dialler, listener = memory_link_pair()
+    assert await events_of(dialler) == [Connected()]
+    dialler.incoming.drop()
+    send(dialler, b"there")
+    assert await arrived(listener) == [b"there"]
+    send(listener, b"lost", b"back", route=dialler.route)
+    assert await arrived(dialler) == [b"back"]
+
+
+@pytest.mark.deterministic
+async def test_a_cut_loses_what_is_in_flight_and_the_listener_notices_when_it_sends() -> None:
+    dialler, listener = memory_link_pair()
+    route = dialler.route
+    dialler.outgoing.hold()
+    send(dialler, b"in flight")
+    await wait_all_tasks_blocked()
+    dialler.cut()
+    dialler.cut()
+    dialler.outgoing.release()
+    send(dialler, b"to nobody")
+    assert await events_of(dialler) == [Connected(), Disconnected()]
+    assert await events_of(listener) == []
+    send(listener, b"hello?", b"hello?", route=route)
+    assert await events_of(listener) == [Disconnected(route)]
+
+
+@pytest.mark.deterministic
+async def test_a_restored_connection_has_a_new_route() -> None:
+    dialler, listener = memory_link_pair()
+    old = dialler.route
+    dialler.cut()
+    dialler.restore()
+    dialler.restore()
+    assert dialler.route != old
+    assert await events_of(dialler) == [Connected(), Disconnected(), Connected()]
+    send(dialler, b"again")
+    assert await events_of(listener) == [Arrived([b"again"], dialler.route)]
+
+
+@pytest.mark.deterministic
+async def test_a_dialler_may_be_connected_later() -> None:
+    dialler, listener = memory_link_pair(connected=False)
+    send(dialler, b"too early")
+    assert await events_of(dialler) == []
+    dialler.restore()
+    send(dialler, b"now")
+    assert await events_of(dialler) == [Connected()]
+    assert await arrived(listener) == [b"now"]
+
+
+@pytest.mark.deterministic
+async def test_a_replaced_listener_is_another_process_on_the_same_address() -> None:
+    network = MemoryNetwork()
+    one, other, absent = network.dial(), network.dial(), network.dial(connected=False)
+    old = network.listener
+    new = network.replace_listener()
+    assert network.listener is new
+    with pytest.raises(ConnectorClosed):
+        await old.receive()
+    for dialler in (one, other):
+        assert await events_of(dialler) == [Connected(), Disconnected(), Connected()]
+        send(dialler, b"hello")
+    assert await events_of(new) == [Arrived([b"hello"], one.route), Arrived([b"hello"], other.route)]
+    assert await events_of(absent) == []
