@@ -267,7 +267,10 @@ class Receiver:
             raise ConnectorClosed(f"the connector was closed while get waited for {key!r}")
         if code == wire.LIMIT:
             raise NoRoom(f"get of {key!r} refused by the sender {endpoint.address}: {detail}", size=0, free=0)
-        raise TransferFailed(f"{key!r} could not be moved here, and stays at the sender {endpoint.address}: {detail}")
+        raise TransferFailed(
+            f"{key!r} could not be moved here, and stays at the sender {endpoint.address}: {detail}",
+            settled=interest.extent is None,
+        )
 
     def _upstream_of(self, channel: Channel) -> Upstream:
         assert isinstance(channel.handle, Upstream)
