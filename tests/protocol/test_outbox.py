@@ -306,3 +306,22 @@ def test_an_unsettled_write_that_ends_after_all_frees_both_ends() -> None:
     desk.end(ticket)
     assert desk.said(session) == [wire.Closed([1])]
     assert not entry.pins
+
+
+# --- silence ----------------------------------------------------------------------------------------------
+
+
+def test_a_late_acknowledgement_is_not_understood_of_an_empty_payload_that_came_after() -> None:
+    desk = SenderDesk()
+    first, second = desk.meet(b"A"), desk.meet(b"B")
+    desk.deliver(first, 1)
+    desk.wait(31)
+    desk.fetch(second, 1)
+    desk.written()
+    desk.hear(second, wire.Ack([1]))
+    empty = desk.put(size=0)
+    desk.beat(first, 1, 1, open=[1])  # sent before the first receiver had read the `Done`, which it takes now
+    assert not desk.book.starting
+    desk.hear(first, wire.Ack([1]))
+    desk.fetch(second, 2)
+    assert desk.written().entry is empty

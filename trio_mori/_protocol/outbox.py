@@ -279,6 +279,8 @@ class Outbox:
             return  # nothing is begun any more; the farewell answers it
         awaited = fetch.state in (Want.WAITING, Want.OFFERED) and fetch.capacity == 0
         if awaited and message.round == fetch.round and message.capacity:
+            # It answers the offer, so that it has not seen what was given before, and never will.
+            fetch.given = None
             fetch.offset, fetch.capacity = message.offset, message.capacity
             if not self._destination_allowed(fetch):
                 return
@@ -389,9 +391,10 @@ class Outbox:
         self._serve(fetch, entry)
 
     def _serve(self, fetch: Fetch, entry: Entry) -> None:
-        if fetch.capacity >= entry.size:
+        # After a lapse nothing is given anew before the receiver has answered: it may have taken what it was given
+        # before, and its acknowledgement would be understood of the wrong payload.
+        if fetch.capacity >= entry.size and fetch.given is None:
             fetch.state = step(WANT_TABLE, fetch.state, Step.BEGIN)
-            fetch.given = None
             self._start(Ticket(entry, fetch, entry.extent.offset, fetch.offset, entry.size))
         else:
             # From here on the old destination is void: the receiver may free it as soon as it reads this.
