@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from desks import KEY, UNIT, SenderDesk
 
+from trio_mori._errors import NoRoom
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Phase, Session, Want
 from trio_mori._protocol.extents import OUTBOUND
@@ -325,3 +326,20 @@ def test_a_late_acknowledgement_is_not_understood_of_an_empty_payload_that_came_
     desk.hear(first, wire.Ack([1]))
     desk.fetch(second, 2)
     assert desk.written().entry is empty
+
+
+def test_a_receiver_too_many_takes_the_place_of_one_that_is_gone_and_is_owed_nothing() -> None:
+    desk = SenderDesk(max_sessions=2)
+    first, second = desk.meet(b"A"), desk.meet(b"B")
+    with pytest.raises(NoRoom, match="2 receivers"):
+        desk.meet(b"C")
+    desk.deliver(first, 1)
+    desk.book.disconnected(first)
+    with pytest.raises(NoRoom):
+        desk.meet(b"C")  # the first may still acknowledge
+    desk.fetch(second, 1)
+    desk.wait(31)
+    desk.book.disconnected(second)
+    desk.written()
+    desk.meet(b"C")
+    assert set(desk.book.sessions) == {b"B" * 16, b"C" * 16}

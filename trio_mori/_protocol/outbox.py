@@ -187,11 +187,15 @@ class Outbox:
 
     def _evict(self) -> None:
         for session in self.sessions.values():
-            if not session.connected and not any(self._has_write(f) for f in session.fetches.values()):
+            if not session.connected and not any(self._is_owed(f) for f in session.fetches.values()):
                 self.bye(session)
                 return
         limit = self.limits.max_sessions
         raise NoRoom(f"{limit} receivers are connected, which is the most (max_peers)", size=1, free=0)
+
+    def _is_owed(self, fetch: Fetch) -> bool:
+        """Whether its receiver may still take what it was given, or be written to."""
+        return fetch.state is Want.DELIVERED or self._has_write(fetch)
 
     def disconnected(self, session: Session) -> None:
         """Its link broke. Writes under way go on; none is started until it is back."""
