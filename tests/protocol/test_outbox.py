@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from desks import KEY, UNIT, SenderDesk
 
-from trio_mori._errors import NoRoom
+from trio_mori._errors import KeyBusy, NoRoom
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Phase, Session, Want
 from trio_mori._protocol.extents import OUTBOUND
@@ -343,3 +343,45 @@ def test_a_receiver_too_many_takes_the_place_of_one_that_is_gone_and_is_owed_not
     desk.written()
     desk.meet(b"C")
     assert set(desk.book.sessions) == {b"B" * 16, b"C" * 16}
+
+
+# --- puts -------------------------------------------------------------------------------------------------
+
+
+def test_a_put_on_a_key_that_is_being_transferred_is_refused_without_a_trace() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    first = desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    free = desk.pool.free_bytes
+    with pytest.raises(KeyBusy, match=KEY):
+        desk.put()
+    assert desk.pool.free_bytes == free
+    assert desk.book.shelf.find(KEY) is first
+    desk.hear(session, wire.Cancel([1]))
+    with pytest.raises(KeyBusy):
+        desk.put()  # the write goes on
+    desk.end(ticket)
+    desk.put()
+    assert first.phase is Phase.FREED
+
+
+@pytest.mark.parametrize("phase", [Phase.PUBLISHED, Phase.CLAIMED, Phase.DELIVERED])
+def test_a_put_takes_the_key_from_a_payload_that_only_a_stuck_write_still_reads(phase: Phase) -> None:
+    desk = SenderDesk()
+    first, second = desk.meet(b"A"), desk.meet(b"B")
+    old = desk.put()
+    desk.fetch(first, 1)
+    stuck = desk.begun()
+    desk.wait(21)
+    if phase is not Phase.PUBLISHED:
+        desk.fetch(second, 1, room=0 if phase is Phase.CLAIMED else UNIT)
+    if phase is Phase.DELIVERED:
+        desk.written()
+    assert old.phase is phase
+    new = desk.put()
+    assert desk.book.shelf.find(KEY) is new
+    desk.hear(second, wire.Ack([1]))
+    desk.end(stuck)
+    assert old.phase is Phase.FREED

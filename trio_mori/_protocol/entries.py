@@ -149,6 +149,12 @@ class Entry:
     holder: Fetch | StockCaller | None = None
     encoding: Encoding | None = None
 
+    @property
+    def transferred(self) -> bool:
+        """Whether it is on its way to its holder. A write that was given up may read it, too, and does not count."""
+        offered = isinstance(self.holder, Fetch) and self.holder.state is Want.OFFERED
+        return self.phase is Phase.CLAIMED and not offered
+
 
 @attrs.define(eq=False)
 class Session:

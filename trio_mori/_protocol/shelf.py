@@ -42,10 +42,10 @@ class Shelf:
         """Whether a new payload may take this key.
 
         Raises:
-            KeyBusy: an engine is reading the payload that has it.
+            KeyBusy: the payload that has it is being transferred.
         """
         current = self._by_key.get(key)
-        if current is not None and current.pins:
+        if current is not None and current.transferred:
             raise KeyBusy(
                 f"put of {key!r} refused: its payload is being transferred right now; put again when it has left"
             )
