@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from math import inf
 from typing import Protocol
 
@@ -172,7 +173,10 @@ class Upstream:
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:
         fresh = self.channel.epoch != welcome.epoch
-        self._around.book.welcome(self.channel, welcome.epoch)
+        if not self._around.book.welcome(self.channel, welcome.epoch):
+            self._around.book.rename(self.channel, os.urandom(16))
+            self._say_hello(self.channel.generation + 1)
+            return
         self.stock = self.refusal = None
         self.dialect.set()
         if fresh:

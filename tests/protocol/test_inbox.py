@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from desks import UNIT, ReceiverDesk
+from desks import EPOCH, UNIT, ReceiverDesk
 
 from trio_mori._protocol import wire
 from trio_mori._protocol.inbox import State
@@ -37,3 +37,29 @@ def test_what_stands_behind_a_farewell_is_not_heard() -> None:
     desk.hear(wire.Leaving([]), wire.Leaving([]), wire.Ready(interest.id, 1, UNIT), wire.Done(interest.id, 1, 0, b"h"))
     assert interest.state is State.POSTED
     assert desk.clean
+
+
+# --- senders that follow one another ----------------------------------------------------------------------
+
+
+def test_a_sender_that_was_given_up_and_has_come_back_is_met_under_a_new_name() -> None:
+    desk = ReceiverDesk()
+    interest = desk.get()
+    ghost = interest.extent
+    desk.welcome(b"f" * 16)
+    assert interest.extent is not ghost
+    channel, before = desk.channel, desk.book.held()
+    assert not desk.book.welcome(channel, EPOCH), "it would say Done of what it writes to the ghost"
+    assert desk.book.held() == before
+    desk.book.rename(channel, b"B" * 16)
+    assert desk.book.welcome(channel, EPOCH)
+    assert channel.ghosts.keys() == {EPOCH, b"f" * 16}
+    desk.book.fenced(channel, b"f" * 16, desk.now)
+    desk.book.fenced(channel, EPOCH, desk.now)
+    assert desk.clean
+
+
+def test_a_sender_that_comes_back_after_its_farewell_is_met_under_a_new_name() -> None:
+    desk = ReceiverDesk()
+    desk.hear(wire.Leaving([]))
+    assert not desk.book.welcome(desk.channel, EPOCH)

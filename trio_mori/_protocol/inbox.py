@@ -149,6 +149,7 @@ class Channel:
         up: Whether a welcome came for this generation: only then something is said.
         interests: All that are not over, by id.
         ghosts: Destinations that senders of earlier epochs may still write to.
+        former: Epochs that know this token and were given up: what they have under our ids is not what we have.
         lost_since: When an established sender went away; `inf` while it is there or never was.
     """
 
@@ -161,6 +162,7 @@ class Channel:
     sequence: int = 0
     interests: dict[int, Interest] = attrs.field(factory=dict)
     ghosts: dict[bytes, list[Extent]] = attrs.field(factory=dict)
+    former: set[bytes] = attrs.field(factory=set)
     outgoing: list[wire.ToSender] = attrs.field(factory=list)
     lost_since: float = inf
 
@@ -322,8 +324,15 @@ class Inbox:
 
     # --- the link -----------------------------------------------------------------------------------------
 
-    def welcome(self, channel: Channel, epoch: bytes) -> None:
-        """The sender answered our hello of the present generation: tell it everything that is open."""
+    def welcome(self, channel: Channel, epoch: bytes) -> bool:
+        """The sender answered our hello of the present generation: tell it everything that is open.
+
+        Returns:
+            False when it was given up before and has come back. It would write to, and speak of, destinations of that
+            time. Nothing was changed: say hello again under a new name (`rename`).
+        """
+        if epoch in channel.former:
+            return False
         if channel.epoch is not None and channel.epoch != epoch:
             self._succeed(channel)
         channel.epoch, channel.up, channel.lost_since = epoch, True, inf
@@ -334,6 +343,12 @@ class Inbox:
                     self._prepost(interest)
                 self._ask(interest)
         self.heartbeat(channel)
+        return True
+
+    def rename(self, channel: Channel, token: bytes) -> None:
+        """From the next hello on, be a receiver that no sender knows."""
+        channel.token = token
+        channel.former.clear()
 
     def _succeed(self, channel: Channel) -> None:
         """Another incarnation of the sender answers; the one before may still write."""
@@ -347,6 +362,7 @@ class Inbox:
                 self._orphan(interest, PEER_RESTARTED)
         if not ghosts:
             del channel.ghosts[channel.epoch]
+        channel.former.add(channel.epoch)
         channel.epoch = None
 
     def _orphan(self, interest: Interest, reason: int) -> None:
@@ -392,6 +408,7 @@ class Inbox:
             self._free_extent(interest)
             self._orphan(interest, PEER_LOST)
         self.disconnected(channel, now)
+        channel.former.add(channel.epoch)
         channel.epoch = None
 
     def fail_all(self, channel: Channel, code: int, detail: str) -> None:
