@@ -26,6 +26,8 @@ from trio_mori.testing import (
 from trio_mori.testing._link_checks import Check, OpenNetwork
 from trio_mori.testing._links import Message
 
+pytestmark = pytest.mark.deterministic
+
 # Seconds for one check over real sockets; the longest takes 0.3 on an idle machine.
 CHECK_TIMEOUT = 20
 
@@ -127,7 +129,6 @@ send_queued = MemoryDialler.send
 carry = MemoryCable.carry
 
 
-@pytest.mark.deterministic
 @pytest.mark.parametrize(
     ("kind", "method", "fault"),
     [
@@ -178,7 +179,6 @@ def send(link: Link, *frames: bytes, route: bytes = b"") -> None:
         link.send([frame], route)
 
 
-@pytest.mark.deterministic
 async def test_a_cable_drops_the_next_messages() -> None:
     dialler, listener = memory_link_pair()
     dialler.outgoing.drop(2)
@@ -186,7 +186,6 @@ async def test_a_cable_drops_the_next_messages() -> None:
     assert await arrived(listener) == [b"3"]
 
 
-@pytest.mark.deterministic
 async def test_a_cable_duplicates_the_next_message() -> None:
     dialler, listener = memory_link_pair()
     dialler.outgoing.duplicate()
@@ -194,7 +193,6 @@ async def test_a_cable_duplicates_the_next_message() -> None:
     assert await arrived(listener) == [b"1", b"1", b"2"]
 
 
-@pytest.mark.deterministic
 async def test_a_cable_reverses_the_next_messages_once_all_have_left() -> None:
     dialler, listener = memory_link_pair()
     dialler.outgoing.reverse(3)
@@ -204,7 +202,6 @@ async def test_a_cable_reverses_the_next_messages_once_all_have_left() -> None:
     assert await arrived(listener) == [b"3", b"2", b"1", b"4"]
 
 
-@pytest.mark.deterministic
 async def test_a_held_cable_lets_messages_through_one_by_one_or_all_at_once() -> None:
     dialler, listener = memory_link_pair()
     dialler.outgoing.hold()
@@ -221,7 +218,6 @@ async def test_a_held_cable_lets_messages_through_one_by_one_or_all_at_once() ->
     assert await arrived(listener) == [b"5"]
 
 
-@pytest.mark.deterministic
 async def test_the_two_directions_of_a_connection_fail_independently() -> None:
     dialler, listener = memory_link_pair()
     assert await events_of(dialler) == [Connected()]
@@ -232,7 +228,6 @@ async def test_the_two_directions_of_a_connection_fail_independently() -> None:
     assert await arrived(dialler) == [b"back"]
 
 
-@pytest.mark.deterministic
 async def test_a_cut_loses_what_is_in_flight_and_the_listener_notices_when_it_sends() -> None:
     dialler, listener = memory_link_pair()
     route = dialler.route
@@ -249,7 +244,6 @@ async def test_a_cut_loses_what_is_in_flight_and_the_listener_notices_when_it_se
     assert await events_of(listener) == [Disconnected(route)]
 
 
-@pytest.mark.deterministic
 async def test_a_restored_connection_has_a_new_route() -> None:
     dialler, listener = memory_link_pair()
     old = dialler.route
@@ -262,7 +256,6 @@ async def test_a_restored_connection_has_a_new_route() -> None:
     assert await events_of(listener) == [Arrived([b"again"], dialler.route)]
 
 
-@pytest.mark.deterministic
 async def test_a_dialler_may_be_connected_later() -> None:
     dialler, listener = memory_link_pair(connected=False)
     send(dialler, b"too early")
@@ -273,7 +266,6 @@ async def test_a_dialler_may_be_connected_later() -> None:
     assert await arrived(listener) == [b"now"]
 
 
-@pytest.mark.deterministic
 async def test_a_replaced_listener_is_another_process_on_the_same_address() -> None:
     network = MemoryNetwork()
     one, other, absent = network.dial(), network.dial(), network.dial(connected=False)

@@ -46,8 +46,9 @@ P = ParamSpec("P")
 
 
 def bounded(test: Callable[P, Awaitable[None]]) -> Callable[P, Awaitable[None]]:
-    """Fail a test that hangs."""
+    """Fail a test that hangs. None of these starts a process."""
 
+    @pytest.mark.deterministic
     @functools.wraps(test)
     async def run(*args: P.args, **kwargs: P.kwargs) -> None:
         with trio.fail_after(20):

@@ -149,6 +149,7 @@ async def test_no_message_is_left_behind_when_replies_and_requests_cross() -> No
     assert sorted(times)[pairs * 99 // 100] < 0.25
 
 
+@pytest.mark.deterministic
 async def test_two_messages_of_one_burst_are_both_answered_though_nobody_waited_for_them() -> None:
     with trio.fail_after(STALL), zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
@@ -200,10 +201,12 @@ async def receive_while_sending(rounds: int) -> None:
                 await received.wait()
 
 
+@pytest.mark.deterministic
 async def test_a_send_does_not_take_the_wake_up_of_a_message_that_comes_meanwhile() -> None:
     await receive_while_sending(rounds=50)
 
 
+@pytest.mark.deterministic
 async def test_a_link_that_does_not_look_after_it_sent_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     flush = QueuedLink._flush
 
