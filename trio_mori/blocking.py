@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from . import _connector
 from ._chunks import ChunkReceiver, ChunkSender
 from ._config import ConnectorConfig
-from ._connector import Connector, ConnectorStatistics, Receipt
+from ._connector import Connector
 from ._portal import Portal
+from ._statistics import ConnectorStatistics, Receipt
 
 __all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "open_connector"]
 

@@ -1,0 +1,186 @@
+"""Copies between the memory of leaves and the pool.
+
+Host to host it is memmove, in one thread and without the GIL: on an idle machine torch's copy, with two threads, takes
+0.6 of the time (1.3 against 0.74 ms for 16 MB), and on a busy one it stalls for 8 ms.
+
+What touches a GPU runs on the stream that was current where the payload was planned, after whatever the caller queued
+there before, and is waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from ._errors import UnsupportedPayload
+from ._payload_foreign import array_address, required
+from ._payload_format import ARRAY, BYTEARRAY, BYTES, IMAGE, TENSOR, VIEW
+
+# ctypes calls it as a foreign function, without the GIL.
+memmove: Callable[[Any, Any, int], Any] = ctypes.memmove
+
+# torch copies fewer elements than this (at::internal::GRAIN_SIZE) in the calling thread.
+_ONE_THREAD = 32768
+
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@attrs.define(eq=False)
+class Leaf:
+    """Bytes that a payload has in the pool, and what they are copied from.
+
+    Attributes:
+        tag: What `source` is: a tensor, bytes, bytearray, memoryview, array or image.
+        offset: Where they go, from the start of the extent.
+        nbytes: How many.
+        source: What they are read from.
+        stream: Of a tensor on a GPU, the stream on which its contents become complete.
+    """
+
+    tag: int
+    offset: int
+    nbytes: int
+    source: Any
+    stream: torch.cuda.Stream | None = None
+
+
+def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
+    """Copy every leaf to its place in `target`, a 1-D uint8 tensor on any device.
+
+    When it returns, the bytes are there.
+
+    Raises:
+        UnsupportedPayload: a source lost its memory, or changed its length, after it was planned.
+    """
+    if target.is_cpu:
+        base = target.data_ptr()
+        streams = set()
+        for leaf in leaves:
+            if leaf.stream is not None:
+                _copy_on_device(leaf, target)
+                streams.add(leaf.stream)
+            else:
+                _TO_HOST[leaf.tag](leaf, base + leaf.offset, target)
+    else:
+        streams = {torch.cuda.current_stream(target.device)}
+        for leaf in leaves:
+            if leaf.tag != TENSOR:
+                staged = torch.empty(leaf.nbytes, dtype=torch.uint8, device="cpu")
+                _TO_HOST[leaf.tag](leaf, staged.data_ptr(), staged)
+                target[leaf.offset : leaf.offset + leaf.nbytes].copy_(staged)
+                continue
+            _copy_on_device(leaf, target)
+            if leaf.stream is not None:
+                streams.add(leaf.stream)
+    for stream in streams:
+        stream.synchronize()
+
+
+def _copy_on_device(leaf: Leaf, target: torch.Tensor) -> None:
+    _check_memory(leaf)
+    source, place = _same_bits(leaf, target)
+    with torch.cuda.stream(leaf.stream):
+        place.copy_(source, non_blocking=True)
+
+
+def _same_bits(leaf: Leaf, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Source and place as integers of the element's width: those are copied bit for bit, for every dtype."""
+    source = leaf.source.resolve_conj().resolve_neg()
+    if source.dtype.itemsize not in _SAME_WIDTH:
+        source = torch.view_as_real(source)
+    source = source.view(_SAME_WIDTH[source.dtype.itemsize])
+    place = target[leaf.offset : leaf.offset + leaf.nbytes].view(source.dtype).view(source.shape)
+    return source, place
+
+
+def _copy_tensor(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+    source = leaf.source
+    _check_memory(leaf)
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        memmove(address, source.data_ptr(), leaf.nbytes)
+    else:
+        bits, place = _same_bits(leaf, target)
+        _copy_strided(bits, place)
+
+
+def _copy_strided(source: torch.Tensor, place: torch.Tensor) -> None:
+    """In pieces that torch copies in this thread, halving the longest side, so that both sides stay in cache.
+
+    A transposed (4096, 4096, 3) of bfloat16 takes 117 ms so, and 218 ms in one call with two threads; a transposed
+    matrix of 16 MB 15 ms against 12.
+    """
+    if source.numel() < _ONE_THREAD:
+        place.copy_(source)
+        return
+    dim = max(range(source.dim()), key=source.size)
+    half = source.size(dim) // 2
+    rest = source.size(dim) - half
+    _copy_strided(source.narrow(dim, 0, half), place.narrow(dim, 0, half))
+    _copy_strided(source.narrow(dim, half, rest), place.narrow(dim, half, rest))
+
+
+def _check_memory(leaf: Leaf) -> None:
+    """Storage can be freed under a tensor (`untyped_storage().resize_`), which no copy survives."""
+    source = leaf.source
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    end = (source.storage_offset() + extent) * source.dtype.itemsize
+    if source.data_ptr() == 0 or source.untyped_storage().nbytes() < end:
+        raise UnsupportedPayload(
+            f"a {source.dtype} tensor of shape {tuple(source.shape)} lost its memory before it was copied: keep its "
+            "storage until `put` has returned",
+            path="payload",
+        )
+
+
+def _copy_bytes(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+    memmove(address, leaf.source, leaf.nbytes)
+
+
+def _copy_bytearray(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+    if len(leaf.source) != leaf.nbytes:
+        raise UnsupportedPayload(
+            f"a bytearray of {leaf.nbytes} bytes had {len(leaf.source)} when it was copied: leave its length alone "
+            "until `put` has returned",
+            path="payload",
+        )
+    memmove(address, ctypes.addressof(ctypes.c_char.from_buffer(leaf.source)), leaf.nbytes)
+
+
+def _copy_view(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+    # A memoryview may be read-only, and ctypes takes no address of those: this copy holds the GIL.
+    source = leaf.source if leaf.source.c_contiguous else leaf.source.tobytes()
+    host_view(address, leaf.nbytes)[:] = memoryview(source).cast("B")
+
+
+def _copy_array(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+    packed = required("numpy", "a numpy array").ascontiguousarray(leaf.source)
+    if packed.nbytes != leaf.nbytes:
+        raise UnsupportedPayload(
+            f"a numpy array of {leaf.nbytes} bytes had {packed.nbytes} when it was copied: leave its shape alone "
+            "until `put` has returned",
+            path="payload",
+        )
+    memmove(address, array_address(packed), leaf.nbytes)
+
+
+def _copy_image(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+    memmove(address, leaf.source.tobytes(), leaf.nbytes)
+
+
+_TO_HOST: dict[int, Callable[[Leaf, int, torch.Tensor], None]] = {
+    TENSOR: _copy_tensor,
+    BYTES: _copy_bytes,
+    BYTEARRAY: _copy_bytearray,
+    VIEW: _copy_view,
+    ARRAY: _copy_array,
+    IMAGE: _copy_image,
+}
+
+
+def host_view(address: int, nbytes: int) -> memoryview:
+    """Host memory as bytes. It owns nothing."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
