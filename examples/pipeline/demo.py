@@ -25,6 +25,7 @@ from examples.pipeline.messages import (
     Order,
     Progress,
     heard,
+    line_of,
 )
 from examples.pipeline.report import Live
 
@@ -117,13 +118,16 @@ class Demo:
             self.fail(stage.ended_early())
 
     async def direct(self, stage: Stage, process: trio.Process) -> None:
-        """Tell a stage what to do once the one before it listens, and that it may go when all are done."""
+        """Give a stage its order once the one before it listens; let it begin when all do, and go when all are done."""
         port = None
         if stage.number:
             upstream = self.stages[stage.number - 1]
             await upstream.listening.wait()
             port = upstream.port
-        await say(process, msgspec.structs.replace(self.order, sender_port=port))
+        await say(process, line_of(msgspec.structs.replace(self.order, sender_port=port)))
+        for each in self.stages:
+            await each.listening.wait()
+        await say(process, b"\n")
         for each in self.stages:
             await each.done.wait()
         assert process.stdin is not None
@@ -155,7 +159,7 @@ class Demo:
         """Have the three functions run in one process, and its files compared with those of the stages."""
         async with trio.open_nursery() as nursery:
             process = await start(nursery, "compare")
-            await say(process, self.order)
+            await say(process, line_of(self.order))
             async for message in said_by(process):
                 match message:
                     case Compared(different):
@@ -188,11 +192,11 @@ async def start(nursery: trio.Nursery, role: str) -> trio.Process:
     return process
 
 
-async def say(process: trio.Process, order: Order) -> None:
-    """Give an order to a process, if it still lives."""
+async def say(process: trio.Process, line: bytes) -> None:
+    """Write to a process, if it still lives."""
     assert process.stdin is not None
     with suppress(trio.BrokenResourceError):  # it does not, and whoever listens to it will notice
-        await process.stdin.send_all(msgspec.json.encode(order) + b"\n")
+        await process.stdin.send_all(line)
 
 
 async def said_by(process: trio.Process) -> AsyncIterator[Message]:

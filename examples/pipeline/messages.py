@@ -1,7 +1,8 @@
 """What the parent and a stage process say to each other, one JSON line each, over the stage's stdin and stdout.
 
-The parent sends one `Order`. The stage says that it is `Listening`, then how far it is, and that it is `Done`. When all
-stages are, the parent closes their stdin; each leaves its connector, says what passed through it (`Finished`) and ends.
+The parent sends one `Order`. The stage says that it is `Listening`. When all are, the parent sends an empty line, and
+the work begins: the stage says how far it is (`Progress`), and when it is `Done`. When all are, the parent closes their
+stdin, and each says what passed through its connector (`Finished`), closes it and ends.
 """
 
 from __future__ import annotations
@@ -89,9 +90,14 @@ Message = Listening | Progress | Done | Finished | Failed | Compared
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
+def line_of(message: Message | Order) -> bytes:
+    """A message as it is written."""
+    return msgspec.json.encode(message) + b"\n"
+
+
 def tell(message: Message) -> None:
     """Say something to the parent."""
-    line = msgspec.json.encode(message) + b"\n"
+    line = line_of(message)
     while line:
         line = line[os.write(STDOUT, line) :]
 

@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,9 +19,20 @@ import trio
 from torch import Tensor
 
 import trio_mori
-from examples.pipeline.messages import Compared, Count, Done, Failed, Finished, Listening, Order, Progress, tell
+from examples.pipeline.messages import (
+    Compared,
+    Count,
+    Done,
+    Failed,
+    Finished,
+    Listening,
+    Order,
+    Progress,
+    Request,
+    tell,
+)
 from examples.pipeline.models import FRAME, SAMPLE_RATE, run_in_one_process
-from examples.pipeline.stages import CHUNK_TYPES, Handoffs, decode, talk, think
+from examples.pipeline.stages import CHUNK_TYPES, Code2WavStage, Handoffs, Stage, TalkerStage, ThinkerStage
 from examples.pipeline.wav import WavError, read_wav, resample, wav_bytes
 
 if sys.version_info < (3, 11):
@@ -43,32 +53,38 @@ def config_of(number: int, order: Order) -> trio_mori.ConnectorConfig:
     return deploy.config_for_stage(number, zmq_port=0, sender_zmq_port=order.sender_port)
 
 
-async def run_stage(number: int, order: Order, inputs: list[Tensor]) -> None:
-    """Open the connector, do all requests at the same time, and stay until the parent says that the others are done."""
-    config = config_of(number, order)
-    frames, context = config.codec_chunk_frames, config.codec_left_context_frames
-    handoffs = Handoffs()
-    async with trio_mori.open_connector(config, payload_types=CHUNK_TYPES) as conn:
+def make_stage(number: int, order: Order, config: trio_mori.ConnectorConfig) -> Stage:
+    """Load the stage's model, and at the first stage the recording, before the connector is opened."""
+    if number == 0:
+        inputs = {request.id: samples for request, samples in zip(order.requests, sounds(order), strict=True)}
+        tell(Progress(0, total=sum(-(-len(samples) // FRAME) + 1 for samples in inputs.values())))
+        return ThinkerStage(inputs, speed=order.speed)
+    if number == 1:
+        return TalkerStage(frames=config.codec_chunk_frames, context=config.codec_left_context_frames)
+    return Code2WavStage()
+
+
+async def run_stage(stage: Stage, config: trio_mori.ConnectorConfig, requests: list[Request]) -> None:
+    """Open the connector, handle all requests at the same time, and stay until the parent says that all are done."""
+    async with (
+        trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as parent,
+        trio_mori.open_connector(config, payload_types=CHUNK_TYPES) as conn,
+    ):
         tell(Listening(conn.get_connection_info()["zmq_port"]))
+        await parent.receive_some()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(cancel_when_the_parent_says_so, nursery.cancel_scope)
-            async with trio.open_nursery() as requests:
-                for index, request in enumerate(order.requests):
-                    if number == 0:
-                        requests.start_soon(partial(think, conn, request, inputs[index], handoffs, speed=order.speed))
-                    elif number == 1:
-                        requests.start_soon(partial(talk, conn, request, handoffs, frames=frames, context=context))
-                    else:
-                        requests.start_soon(decode, conn, request, handoffs)
+            nursery.start_soon(cancel_at_the_end_of, parent, nursery.cancel_scope)
+            async with trio.open_nursery() as handlers:
+                for request in requests:
+                    handlers.start_soon(stage.handle, conn, request)
             tell(Done())
-        tell(finished(conn, handoffs))
+        tell(finished(conn, stage.handoffs))
 
 
-async def cancel_when_the_parent_says_so(scope: trio.CancelScope) -> None:
-    """The parent closes stdin when all stages are done; the system does when the parent has died."""
-    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stdin:
-        while await stdin.receive_some():
-            pass
+async def cancel_at_the_end_of(parent: trio.abc.ReceiveStream, scope: trio.CancelScope) -> None:
+    """The parent closes our stdin when all stages are done; the system does when the parent has died."""
+    while await parent.receive_some():
+        pass
     scope.cancel()
 
 
@@ -86,11 +102,11 @@ def finished(conn: trio_mori.Connector, handoffs: Handoffs) -> Finished:
     )
 
 
-async def until_signalled(number: int, order: Order, inputs: list[Tensor]) -> None:
+async def until_signalled(stage: Stage, config: trio_mori.ConnectorConfig, requests: list[Request]) -> None:
     """Run a stage; SIGINT and SIGTERM end it as any cancellation does, with everything closed."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(exit_on_signal)
-        await run_stage(number, order, inputs)
+        await run_stage(stage, config, requests)
         nursery.cancel_scope.cancel()
 
 
@@ -115,12 +131,9 @@ def carry_out(role: str, order: Order) -> None:
     """Be a stage, or all of them."""
     if role == "compare":
         compare(order)
-        return
-    inputs = []
-    if role == "0":
-        inputs = sounds(order)
-        tell(Progress(0, total=sum(-(-len(samples) // FRAME) + 1 for samples in inputs)))
-    trio.run(until_signalled, int(role), order, inputs)
+    else:
+        config = config_of(int(role), order)
+        trio.run(until_signalled, make_stage(int(role), order, config), config, order.requests)
 
 
 def main() -> None:

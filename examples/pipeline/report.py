@@ -71,7 +71,7 @@ def table(stages: list[Finished]) -> str:
     """
     rows = [HEADING] + [edge(number, *ends) for number, ends in enumerate(pairwise(stages))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join("  ".join([row.edge.ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def edge(number: int, sender: Finished, receiver: Finished) -> Row:

@@ -1,8 +1,9 @@
-"""What each stage does with the connector: `think` sends, `talk` receives and sends, `decode` receives."""
+"""What each stage does with its connector: the first sends, the second receives and sends, the third receives."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -57,45 +58,69 @@ class Handoffs:
         tell(Progress(self._frames))
 
 
-async def think(
-    conn: trio_mori.Connector, request: Request, samples: Tensor, handoffs: Handoffs, *, speed: float
-) -> None:
-    """Stage 0: send the hidden states of one request, at ``speed`` times the pace at which it was spoken."""
-    thinker = Thinker()
-    spoken = 0
-    start = trio.current_time()
-    async with conn.open_chunk_sender(request.id, to_stage="1") as out:
-        for hidden in thinker(samples):
-            await out.send(HiddenStates(hidden, time.monotonic()))
-            handoffs.passed(len(hidden))
-            spoken += len(hidden) * FRAME
-            if speed:
-                await trio.sleep_until(start + spoken / SAMPLE_RATE / speed)
+class ThinkerStage:
+    """Stage 0: speaks each request, at ``speed`` times real time or (0) as fast as it goes."""
+
+    def __init__(self, sounds: Mapping[str, Tensor], *, speed: float) -> None:
+        self.handoffs = Handoffs()
+        self._sounds = sounds
+        self._speed = speed
+        self._thinker = Thinker()
+
+    async def handle(self, conn: trio_mori.Connector, request: Request) -> None:
+        """Send the hidden states of one request."""
+        spoken = 0
+        start = trio.current_time()
+        async with conn.open_chunk_sender(request.id, to_stage="1") as out:
+            for hidden in self._thinker(self._sounds[request.id]):
+                await out.send(HiddenStates(hidden, time.monotonic()))
+                self.handoffs.passed(len(hidden))
+                spoken += len(hidden) * FRAME
+                if self._speed:
+                    await trio.sleep_until(start + spoken / SAMPLE_RATE / self._speed)
 
 
-async def talk(conn: trio_mori.Connector, request: Request, handoffs: Handoffs, *, frames: int, context: int) -> None:
-    """Stage 1: hidden states in, chunks of codec frames out."""
-    talker, chunks = Talker(), CodecChunks(frames, context)
-    async with (
-        conn.open_chunk_receiver(request.id, from_stage="0") as arriving,
-        conn.open_chunk_sender(request.id, to_stage="2") as out,
-    ):
-        async for states in arriving:
-            assert isinstance(states, HiddenStates)
-            handoffs.arrived(states.sent, frames=len(states.hidden))
-            for chunk in chunks.push(talker(states.hidden)):
+class TalkerStage:
+    """Stage 1: makes codec frames of hidden states, and sends them in chunks with left context."""
+
+    def __init__(self, *, frames: int, context: int) -> None:
+        self.handoffs = Handoffs()
+        self._frames = frames
+        self._context = context
+        self._talker = Talker()
+
+    async def handle(self, conn: trio_mori.Connector, request: Request) -> None:
+        """Receive and send: a middle stage uses one connector for both."""
+        chunks = CodecChunks(self._frames, self._context)
+        async with (
+            conn.open_chunk_receiver(request.id, from_stage="0") as arriving,
+            conn.open_chunk_sender(request.id, to_stage="2") as out,
+        ):
+            async for states in arriving:
+                assert isinstance(states, HiddenStates)
+                self.handoffs.arrived(states.sent, frames=len(states.hidden))
+                for chunk in chunks.push(self._talker(states.hidden)):
+                    await out.send(CodecFrames(*chunk, time.monotonic()))
+            for chunk in chunks.flush():
                 await out.send(CodecFrames(*chunk, time.monotonic()))
-        for chunk in chunks.flush():
-            await out.send(CodecFrames(*chunk, time.monotonic()))
 
 
-async def decode(conn: trio_mori.Connector, request: Request, handoffs: Handoffs) -> None:
-    """Stage 2: chunks of codec frames in, a WAV out."""
-    code2wav = Code2Wav()
-    sound = []
-    async with conn.open_chunk_receiver(request.id, from_stage="1") as arriving:
-        async for frames in arriving:
-            assert isinstance(frames, CodecFrames)
-            handoffs.arrived(frames.sent, frames=len(frames.codes) - frames.left_context)
-            sound.append(code2wav(frames.codes, frames.left_context))
-    await trio.Path(request.out).write_bytes(wav_bytes(torch.cat(sound), SAMPLE_RATE))
+class Code2WavStage:
+    """Stage 2: decodes codec frames, and writes a WAV for each request."""
+
+    def __init__(self) -> None:
+        self.handoffs = Handoffs()
+        self._code2wav = Code2Wav()
+
+    async def handle(self, conn: trio_mori.Connector, request: Request) -> None:
+        """Receive until the request is over, then write."""
+        sound = []
+        async with conn.open_chunk_receiver(request.id, from_stage="1") as arriving:
+            async for frames in arriving:
+                assert isinstance(frames, CodecFrames)
+                self.handoffs.arrived(frames.sent, frames=len(frames.codes) - frames.left_context)
+                sound.append(self._code2wav(frames.codes, frames.left_context))
+        await trio.Path(request.out).write_bytes(wav_bytes(torch.cat(sound), SAMPLE_RATE))
+
+
+Stage = ThinkerStage | TalkerStage | Code2WavStage
