@@ -12,6 +12,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori._errors import ConnectorClosed
+from trio_mori._link import Message
 from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
 from trio_mori.abc import Arrived, Connected, Disconnected, Link, LinkEvent
 from trio_mori.testing import (
@@ -24,7 +25,6 @@ from trio_mori.testing import (
     memory_link_pair,
 )
 from trio_mori.testing._link_checks import Check, OpenNetwork
-from trio_mori.testing._links import Message
 
 pytestmark = pytest.mark.deterministic
 

@@ -29,7 +29,7 @@ MAX_FRAMES = 8
 MAX_BYTES = 4 * MAX_BODY
 
 # Seconds between attempts to connect. 10 ms: with a peer that comes up just then, the first chunk waits 1-17 ms instead
-# of 42-152 ms at ZMQ's default. 1 s: an absent peer costs 0.02% of a core.
+# of 42-152 ms at ZMQ's default. 1 s: an absent peer costs 0.1% of a core.
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
 

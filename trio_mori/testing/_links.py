@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import trio
 
 from .._errors import ConnectorClosed
+from .._link import Message
 from ..abc import Arrived, Connected, Disconnected, Link, LinkEvent
-
-Message = Sequence[bytes] | Callable[[], Sequence[bytes] | None]
 
 
 def memory_link_pair(*, connected: bool = True) -> tuple[MemoryDialler, MemoryListener]:
