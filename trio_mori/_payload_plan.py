@@ -260,7 +260,8 @@ class _Planner:
         if kind is None:
             raise Refused(
                 f"is a {cls.__module__}.{cls.__qualname__}, which cannot travel: send tensors, bytes, numbers, "
-                "str, dict, list, tuple, set, numpy arrays, PIL images, or dataclasses, attrs classes and msgspec structs of them"
+                "str, dict, list, tuple, set, numpy arrays, PIL images, or dataclasses, attrs classes and msgspec "
+                "structs of them"
             )
         index = self._class_index.get(cls)
         if index is None:
