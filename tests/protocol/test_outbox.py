@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from desks import KEY, UNIT, SenderDesk
+from desks import KEY, REGION, UNIT, SenderDesk
 
 from trio_mori._errors import KeyBusy, NoRoom
 from trio_mori._protocol import wire
@@ -385,3 +385,28 @@ def test_a_put_takes_the_key_from_a_payload_that_only_a_stuck_write_still_reads(
     desk.hear(second, wire.Ack([1]))
     desk.end(stuck)
     assert old.phase is Phase.FREED
+
+
+# --- stock receivers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_time", [False, True])
+def test_what_a_stock_receiver_has_keeps_its_memory_while_an_earlier_write_still_reads_it(by_time: bool) -> None:
+    desk = SenderDesk()
+    entry = desk.put(size=100)
+    tickets = []
+    for route in (b"a", b"b"):
+        caller, found = desk.book.begin_request(route, KEY)
+        assert found is entry
+        desk.book.pull(caller, entry, destination=0, length=100, region_size=REGION)
+        tickets.append(desk.begun())
+        if route == b"a":
+            desk.wait(21)
+    desk.end(tickets[1])
+    if by_time:
+        desk.wait(6)
+    else:
+        desk.book.begin_request(b"b", "another@0_1")
+    assert not desk.clean
+    desk.end(tickets[0])
+    assert desk.clean

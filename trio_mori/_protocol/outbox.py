@@ -530,10 +530,7 @@ class Outbox:
         given, claimed = fetch.given, fetch.entry
         kept = given is not None and given.phase is not Phase.FREED
         if given is not None and kept and (given.holder is fetch or given.phase is Phase.PUBLISHED):
-            if given.pins:  # an earlier write, which was given up, still reads it
-                self.shelf.drop(given)
-            else:
-                self.shelf.free(given, Event.ACKNOWLEDGE)
+            self.shelf.drop(given, Event.ACKNOWLEDGE)
         if claimed is not None and claimed is not given and claimed.holder is fetch:
             self._release(claimed)
 
@@ -572,7 +569,7 @@ class Outbox:
             if held.key == key:
                 self._release(held)
             else:
-                self.shelf.free(held, Event.ACKNOWLEDGE)
+                self.shelf.drop(held, Event.ACKNOWLEDGE)
         entry = self.shelf.find(key)
         return caller, entry if entry is not None and entry.phase is Phase.PUBLISHED else None
 
@@ -635,7 +632,7 @@ class Outbox:
             held = caller.held
             del self._callers[caller.route]
             if held is not None and held.holder is caller and held.phase is Phase.DELIVERED:
-                self.shelf.free(held, Event.ACKNOWLEDGE)
+                self.shelf.drop(held, Event.ACKNOWLEDGE)
 
     def _lapse(self, session: Session) -> None:
         """Its acknowledgement time is over: what it was given or offered goes to whoever asks next."""

@@ -69,13 +69,13 @@ class Shelf:
         """The entries with that key or of that request, on every edge."""
         return list(self._by_name.get(name, ()))
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: Entry, cause: Event = Event.DROP) -> None:
         """Give up an entry: at once, or when the last write that reads it has ended."""
         if entry.pins:
             entry.phase = Phase.DYING
             self._unfile(entry)
         else:
-            self.free(entry, Event.DROP)
+            self.free(entry, cause)
 
     def free(self, entry: Entry, cause: Event) -> None:
         """Give an unpinned entry's memory back."""
