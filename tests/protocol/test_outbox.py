@@ -410,3 +410,16 @@ def test_what_a_stock_receiver_has_keeps_its_memory_while_an_earlier_write_still
     assert not desk.clean
     desk.end(tickets[0])
     assert desk.clean
+
+
+def test_the_news_that_a_payload_is_gone_goes_on_to_the_next_one_when_its_receiver_is_silent() -> None:
+    desk = SenderDesk()
+    first, second = desk.meet(b"A"), desk.meet(b"B")
+    desk.book.cleanup([desk.put()])
+    desk.fetch(first, 1)
+    desk.fetch(second, 1)
+    desk.wait(20)
+    desk.beat(second, 1, 1, open=[1])
+    desk.book.disconnected(first)
+    desk.wait(20)
+    assert codes(desk, second) == [wire.GONE]

@@ -222,7 +222,8 @@ class Fetch:
         given: The entry whose `Done` was sent, until a newer destination is written to. An acknowledgement, even one
             that comes after its time, is about this one.
         failure: The answer that was sent, kept to be repeated.
-        lost: Why the sender no longer has what it delivered (a code of `wire.Failed`), or 0.
+        lost: Why its payload is gone (a code of `wire.Failed`), until its receiver is known to have what it had of it,
+            or to have heard; or 0.
     """
 
     session: Session

@@ -512,8 +512,6 @@ class Outbox:
 
     def _untold(self, fetch: Fetch) -> int:
         """Why its payload is gone, if this receiver may not have heard of it."""
-        if fetch.failure is not None:
-            return fetch.failure.code if fetch.failure.code in (wire.EXPIRED, wire.GONE) else 0
         dying = fetch.state is Want.WRITING and fetch.entry is not None and fetch.entry.phase is Phase.DYING
         return wire.GONE if dying else fetch.lost
 
@@ -539,6 +537,7 @@ class Outbox:
         fetch.state = step(WANT_TABLE, fetch.state, Step.FAIL)
         fetch.entry = None
         fetch.failure = wire.Failed(fetch.id, code, detail[:1024], settled)
+        fetch.lost = code if code in (wire.EXPIRED, wire.GONE) else 0
         self._say(fetch.session, fetch.failure)
 
     def _leave_queue(self, fetch: Fetch) -> None:
@@ -639,11 +638,11 @@ class Outbox:
         session.connected = False
         for fetch in list(session.fetches.values()):
             entry = fetch.entry
+            if fetch.lost:
+                self._bury(fetch.key, fetch.lost)
+                fetch.lost = 0
             if fetch.state is Want.DELIVERED:
                 fetch.state = step(WANT_TABLE, fetch.state, Step.LAPSE)
-                if fetch.lost:
-                    self._bury(fetch.key, fetch.lost)
-                    fetch.lost = 0
             elif fetch.state is Want.OFFERED:
                 self._requeue(fetch)
             else:
@@ -658,7 +657,7 @@ class Outbox:
             if ticket.course is Course.RUNNING:
                 when = min(when, ticket.deadline)
         for session in self.sessions.values():
-            if session.connected or any(f.state in (Want.DELIVERED, Want.OFFERED) for f in session.fetches.values()):
+            if session.connected or any(map(_may_lapse, session.fetches.values())):
                 when = min(when, session.last_heard + self.limits.acknowledge_timeout)
         for caller in self._callers.values():
             when = min(when, caller.held_until)
@@ -682,3 +681,7 @@ class Outbox:
         for entry in self.shelf.everything():
             if entry.phase not in (Phase.STAGED, Phase.DYING):
                 self.shelf.drop(entry)
+
+
+def _may_lapse(fetch: Fetch) -> bool:
+    return fetch.state in (Want.DELIVERED, Want.OFFERED) or fetch.lost != 0
