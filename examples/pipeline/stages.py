@@ -12,7 +12,7 @@ from torch import Tensor
 
 import trio_mori
 from examples.pipeline.messages import Progress, Request, tell
-from examples.pipeline.models import FRAME, SAMPLE_RATE, Code2Wav, CodecChunks, Talker, Thinker
+from examples.pipeline.models import FRAME, SAMPLE_RATE, STEP_FRAMES, Code2Wav, CodecChunks, Talker, Thinker
 from examples.pipeline.wav import wav_bytes
 
 
@@ -69,15 +69,16 @@ class ThinkerStage:
 
     async def handle(self, conn: trio_mori.Connector, request: Request) -> None:
         """Send the hidden states of one request."""
-        spoken = 0
         start = trio.current_time()
+        # Requests take turns within the time of a step, or the table would show how chunks queue behind each other.
+        spoken = list(self._sounds).index(request.id) * STEP_FRAMES * FRAME // len(self._sounds)
         async with conn.open_chunk_sender(request.id, to_stage="1") as out:
             for hidden in self._thinker(self._sounds[request.id]):
+                if self._speed:
+                    await trio.sleep_until(start + spoken / SAMPLE_RATE / self._speed)
                 await out.send(HiddenStates(hidden, time.monotonic()))
                 self.handoffs.passed(len(hidden))
                 spoken += len(hidden) * FRAME
-                if self._speed:
-                    await trio.sleep_until(start + spoken / SAMPLE_RATE / self._speed)
 
 
 class TalkerStage:
