@@ -1,0 +1,66 @@
+"""What README.md and docs/ tell people is true: the commands exist, the code runs, the links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+
+from trio_mori import ConnectorConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEFAULTS = {field.name: field.default for field in attrs.fields(ConnectorConfig)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_two_commands_are_targets_of_the_makefile() -> None:
+    commands = re.findall(r"^make (\w+)", README, re.MULTILINE)
+    assert commands[:2] == ["demo", "test"]
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(commands) <= set(targets)
+
+
+def test_the_code_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code.count("50051") == 2
+    program = tmp_path / "readme.py"
+    program.write_text(code.replace("50051", str(free_port())))
+    command = [sys.executable, "-W", "error", str(program)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.stderr == ""
+    assert run.stdout.splitlines() == ["torch.Size([16, 4096]) False", "499500", "torch.Size([25, 8])"]
+    assert run.returncode == 0
+
+
+@pytest.mark.deterministic
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.deterministic
+def test_the_configuration_table_names_keys_and_defaults_that_are_so() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \| ([^|]+) \|", README.partition("## Configuration")[2], re.MULTILINE)
+    told = {}
+    for names, defaults in rows:
+        for name, default in zip(re.findall(r"`(\w+)`", names), re.split(r", ", defaults) * 2, strict=False):
+            told[name] = default.strip("` ")
+    assert len(told) >= 10
+    spelled = {None: "none", 1 << 30: "1 GiB"}
+    for name, default in told.items():
+        value = DEFAULTS[name]
+        wanted = spelled.get(value, f"{value:g}" if isinstance(value, float) else str(value))
+        assert default == wanted, name
