@@ -126,13 +126,13 @@ def test_the_demo_makes_what_one_process_makes_and_shows_what_passed(tmp_path: P
         "out-3.wav",
         "out.wav",
     ]
-    rows = re.findall(r"(\d) -> (\d) [a-z ]+? +(\d+) +(\d+) +(\d+) +(\d+) +([\d,]+) ", run.stdout)
+    rows = re.findall(r"(\d) -> (\d) [a-z ]+? +(\d+) +(\d+) +(\d+) +(\d+) +(\d+) +([\d,]+) ", run.stdout)
     assert [row[:2] for row in rows] == [("0", "1"), ("1", "2")]
     assert rows[0][3] == rows[1][2]  # stage 1 is one process
     assert len({rows[0][2], rows[0][3], rows[1][3]}) == 3
     for row in rows:
-        assert row[4] == row[5]  # all that was put was got
-        assert int(row[6].replace(",", "")) > 1_000_000
+        assert row[4] == row[5] == row[6]  # all that was put was written, and got
+        assert int(row[7].replace(",", "")) > 1_000_000
 
 
 async def test_two_demos_on_one_machine_do_not_meet(tmp_path: Path) -> None:

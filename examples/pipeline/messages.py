@@ -60,12 +60,13 @@ class Count(msgspec.Struct):
 
 
 class Finished(msgspec.Struct, tag=True):
-    """What passed through the stage's connector by its own count, edge by edge (``0_1``), and when chunks arrived
-    (seconds, on the clock that all stages share).
+    """What passed through the stage's connector by its own count, edge by edge (``0_1``), how many of its puts the
+    engine has written to a peer, and when chunks arrived (seconds, on the clock that all stages share).
     """
 
     pid: int
     engine: str
+    written: int
     put: dict[str, Count]
     got: dict[str, Count]
     latencies: list[float]

@@ -94,6 +94,7 @@ def finished(conn: trio_mori.Connector, handoffs: Handoffs) -> Finished:
     return Finished(
         pid=statistics.pid,
         engine=statistics.engine,
+        written=statistics.events.get("out_delivered", 0),
         put={edge: Count(count.payloads, count.bytes) for edge, count in statistics.put.items()},
         got={edge: Count(count.payloads, count.bytes) for edge, count in statistics.got.items()},
         latencies=handoffs.latencies,

@@ -52,6 +52,7 @@ class Row(NamedTuple):
     from_pid: str
     to_pid: str
     put: str
+    written: str
     got: str
     bytes: str
     p50: str
@@ -59,17 +60,18 @@ class Row(NamedTuple):
     rate: str
 
 
-HEADING = Row("edge", "from pid", "to pid", "put", "got", "bytes", "p50", "p99", "MB/s")
+HEADING = Row("edge", "from pid", "to pid", "put", "written", "got", "bytes", "p50", "p99", "MB/s")
 
 
 def table(stages: list[Finished]) -> str:
     """What passed over each edge, from what the stages said at their end.
 
-    Chunks and bytes are what the connectors at the two ends counted, the mark at the end of each stream included. The
-    latency runs from the start of `send` until the receiving stage had the chunk; MB/s is over the time from the first
-    `send` to the last arrival.
+    Payloads and bytes are what the connectors at the two ends counted, the mark at the end of each stream included, and
+    between them what the engine wrote. The latency runs from the start of `send` until the receiving stage had the
+    chunk; MB/s is over the time from the first `send` to the last arrival.
     """
-    rows = [HEADING] + [edge(number, *ends) for number, ends in enumerate(pairwise(stages))]
+    heading = HEADING._replace(written=f"{stages[0].engine} wrote")
+    rows = [heading] + [edge(number, *ends) for number, ends in enumerate(pairwise(stages))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row.edge.ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
@@ -84,6 +86,7 @@ def edge(number: int, sender: Finished, receiver: Finished) -> Row:
         str(sender.pid),
         str(receiver.pid),
         str(put.payloads),
+        str(sender.written),
         str(got.payloads),
         f"{got.bytes:,}",
         f"{1000 * percentile(receiver.latencies, 50):.2f} ms",
