@@ -71,7 +71,7 @@ class Receiver:
         self.deployment = deployment
         self._payload_types = payload_types
         self._closing = False
-        self._room_came = False
+        self._placing = False
         self._settled = trio.Event()
         self._first_upstream = trio.Event()
         pool.on_room = self._note_room
@@ -294,7 +294,15 @@ class Receiver:
     # --- what the book left to do -------------------------------------------------------------------------
 
     def _note_room(self) -> None:
-        self._room_came = True
+        # Not at once: whoever freed the memory is in the middle of a book. The other half of the pool may have done it,
+        # after which nothing else would make this half look.
+        if self.book.hungry and not self._placing:
+            self._placing = True
+            self._pool.post(self._place)
+
+    def _place(self) -> None:
+        self._placing = False
+        self.flush()
 
     def note_progress(self) -> None:
         """Something was settled that a closing receiver may wait for."""
@@ -312,8 +320,7 @@ class Receiver:
 
     def flush(self) -> None:
         """Carry out what the book decided: wake callers, send messages."""
-        if self._room_came or self.book.hungry:
-            self._room_came = False
+        if self.book.hungry:
             self.book.find_room()
         if self.book.waking:
             waking, self.book.waking = self.book.waking, []
