@@ -38,7 +38,7 @@ def filled(size: int, value: int = 7) -> torch.Tensor:
 async def wait_until(condition: Callable[[], object], within: float = SOON) -> None:
     """Look again and again until a condition holds: what it waits for comes by sockets and threads."""
     with trio.move_on_after(within):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - no event tells
             await trio.sleep(0.001)
         return
     raise AssertionError(f"not settled within {within} s")
@@ -96,7 +96,7 @@ class Outcome:
         try:
             with self.scope:
                 self.value = await function(*args)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again by `wait`
             self.error = error
         finally:
             self.over.set()
@@ -116,6 +116,68 @@ def begin(nursery: trio.Nursery, function: Callable[..., Awaitable[object]], *ar
     outcome = Outcome()
     nursery.start_soon(outcome.run, function, args)
     return outcome
+
+
+class Crash(Exception):
+    """What ends a stage that is crashed."""
+
+
+class Stage:
+    """A connector in a task of its own, which can be closed in good order or crashed, and its engine.
+
+    Made by `start_stage`.
+    """
+
+    def __init__(self, connector: Connector, engine: MemoryEngine) -> None:
+        self.connector = connector
+        self.engine = engine
+        self.left = trio.Event()
+        self.over = trio.Event()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return port_of(self.connector)
+
+    async def close(self) -> None:
+        """Leave its ``async with``."""
+        self.left.set()
+        await self.over.wait()
+
+    async def crash(self) -> None:
+        """End it as a process that is killed: nobody is told, and writes under way never arrive."""
+        self.engine.kill()
+        self.connector._receiver.nursery.start_soon(fail, Crash())
+        await self.over.wait()
+
+
+async def fail(error: Exception) -> None:
+    """Raise."""
+    raise error
+
+
+async def start_stage(nursery: trio.Nursery, fabric: MemoryFabric, pool: int = POOL, **config: object) -> Stage:
+    """Open a connector in a task of this nursery."""
+    stage: Stage = await nursery.start(_run_stage, fabric, pool, config)
+    return stage
+
+
+async def _run_stage(
+    fabric: MemoryFabric, pool: int, config: Mapping[str, object], *, task_status: trio.TaskStatus[Stage]
+) -> None:
+    async with fabric.open(pool_size=pool) as engine:
+        stage = None
+        try:
+            async with open_connector({"host": "127.0.0.1", "zmq_port": 0, **config}, engine=engine) as connector:
+                stage = Stage(connector, engine)
+                task_status.started(stage)
+                await stage.left.wait()
+        except Crash:
+            pass
+        finally:
+            if stage is not None:
+                stage.over.set()
+    assert engine.violations == []
 
 
 @attrs.frozen

@@ -331,7 +331,7 @@ async def test_a_managed_buffer_of_this_pool_is_put_on_without_a_copy() -> None:
             assert lease.buffer.released
         assert receipt.size == 1000
         held = pair.receiver.statistics().held
-        assert held["published"] == held.get("leased", 0) + 3 * UNIT or held["published"] > 0
+        assert held["published"] > 0
         assert held["leased"] == 0
         assert_books_agree(pair.receiver)
         assert await pair.receiver.cleanup("on") == 1

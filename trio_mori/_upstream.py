@@ -10,14 +10,14 @@ from typing import Protocol
 import trio
 
 from ._config import ConnectorConfig, Endpoint
-from ._errors import DescriptorRefused, EngineMismatch, RemoteProtocolError, TrioMoriError
+from ._errors import ConnectorClosed, DescriptorRefused, EngineMismatch, RemoteProtocolError, TrioMoriError
 from ._offers import find_offer, offer_of
 from ._protocol import inbox as book
 from ._protocol import wire
 from ._protocol.inbox import Channel, Inbox, Interest
 from ._stock import StockSender
 from ._zmq import open_dialler
-from .abc import Arrived, Connected, Disconnected, Engine, Link
+from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Link
 
 logger = logging.getLogger("trio_mori.receiver")
 
@@ -78,16 +78,19 @@ class Upstream:
         """Dial, listen, and dial again, until cancelled."""
         async with open_dialler(self.endpoint.host, self.endpoint.port) as link:
             self._link = link
-            while True:
-                for event in await link.receive():
-                    if isinstance(event, Arrived):
-                        self._on_arrival(event)
-                    elif isinstance(event, Connected):
-                        self._connected = True
-                        self._say_hello(self.channel.generation + 1)
-                    elif isinstance(event, Disconnected):
-                        self._on_disconnected()
-                self._around.flush()
+            try:
+                while True:
+                    for event in await link.receive():
+                        if isinstance(event, Arrived):
+                            self._on_arrival(event)
+                        elif isinstance(event, Connected):
+                            self._connected = True
+                            self._say_hello(self.channel.generation + 1)
+                        elif isinstance(event, Disconnected):
+                            self._on_disconnected()
+                    self._around.flush()
+            finally:
+                self._link = None  # whoever gives something back from now on has nobody to tell
 
     def compose_later(self) -> None:
         """Have everything that is said until this tick ends leave as one message."""
@@ -172,15 +175,17 @@ class Upstream:
         self._around.note_progress()
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:
-        fresh = self.channel.epoch != welcome.epoch
-        if not self._around.book.welcome(self.channel, welcome.epoch):
-            self._around.book.rename(self.channel, os.urandom(16))
-            self._say_hello(self.channel.generation + 1)
+        around, channel = self._around, self.channel
+        # Before any destination is named to it: whatever becomes of its process after that, we are told.
+        peer = None if channel.epoch == welcome.epoch else self._recognise(welcome)
+        if not around.book.welcome(channel, welcome.epoch):
+            around.book.rename(channel, os.urandom(16))
+            self._say_hello(channel.generation + 1)
             return
         self.stock = self.refusal = None
         self.dialect.set()
-        if fresh:
-            self._around.nursery.start_soon(self._watch, welcome)
+        if peer is not None:
+            around.nursery.start_soon(self._watch, welcome.epoch, peer)
 
     def _on_stock_answer(self, event: Arrived) -> None:
         """A stock sender answers our hello, and nothing else on this connection."""
@@ -216,21 +221,26 @@ class Upstream:
 
     # --- liveness -----------------------------------------------------------------------------------------
 
-    async def _watch(self, welcome: wire.Welcome) -> None:
+    def _recognise(self, welcome: wire.Welcome) -> EnginePeer | None:
+        """The sender's process, as our engine sees it; None if its end cannot be proven."""
+        engine = self._around.engine
+        theirs = find_offer(welcome.offers, engine)
+        if theirs is None:
+            return None
+        try:
+            return engine.add_peer(theirs)
+        except (DescriptorRefused, ConnectorClosed) as error:
+            # It can write here all the same: what it leaves unanswered stays in quarantine.
+            logger.warning("the sender %s cannot be watched: %s", self.endpoint.address, error)
+            return None
+
+    async def _watch(self, epoch: bytes, peer: EnginePeer) -> None:
         """Free what a sender may write to when its process is proven dead."""
         around = self._around
-        theirs = find_offer(welcome.offers, around.engine)
-        if theirs is None:
-            return
-        try:
-            peer = around.engine.add_peer(theirs)
-        except DescriptorRefused as error:
-            # It can write here, but its end cannot be proven: what it leaves unanswered stays in quarantine.
-            logger.warning("the sender %s cannot be watched: %s", self.endpoint.address, error)
-            return
         await around.engine.wait_fenced(peer)
         logger.info("sender %s: its process has ended", self.endpoint.address)
-        around.book.fenced(self.channel, welcome.epoch, trio.current_time())
+        around.engine.drop_peer(peer)
+        around.book.fenced(self.channel, epoch, trio.current_time())
         around.note_progress()
         around.flush()
 
@@ -253,4 +263,7 @@ class Upstream:
             logger.warning("%s", detail)
             self.timeouts += 1
             around.book.fail_all(channel, book.PEER_LOST, detail)
-            channel.lost_since = self._last_heard = inf
+            channel.lost_since = inf
+            # One that is connected and says nothing is stopped or stuck: whoever asks it from now on is told in that
+            # time, too. One that is not connected may come up at any time, as before the first connection.
+            self._last_heard = now if self._connected else inf
