@@ -215,7 +215,7 @@ class Link(ABC):
         """Queue one message; it leaves at the latest when the running tasks yield. Never blocks.
 
         A callable is called when the message leaves, and returns it, or None for nothing: so that whatever is
-        said until then goes into one message.
+        said until then goes into one message. It is called even if the message is then dropped.
 
         On a dialling link that is not connected the message is dropped (after `Connected` everything is said
         again anyway). On a listening link a route that is gone is reported as `Disconnected`.
