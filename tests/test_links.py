@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -13,6 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_mori._errors import ConnectorClosed
 from trio_mori._link import Message
+from trio_mori._unix import UnixDialler, UnixListener, open_unix_dialler, open_unix_listener
 from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
 from trio_mori.abc import Arrived, Connected, Disconnected, Link, LinkEvent
 from trio_mori.testing import (
@@ -57,12 +59,29 @@ def open_tcp6_network() -> AbstractAsyncContextManager[ZmqNetwork]:
     return open_tcp_network("::1")
 
 
+@attrs.frozen
+class UnixNetwork:
+    """A listening link on a name of its own, and diallers of it."""
+
+    listener: UnixListener
+
+    def dial(self) -> AbstractAsyncContextManager[UnixDialler]:
+        return open_unix_dialler(self.listener.name)
+
+
+@asynccontextmanager
+async def open_unix_network() -> AsyncIterator[UnixNetwork]:
+    async with open_unix_listener(f"trio-mori-test-{os.urandom(8).hex()}") as listener:
+        yield UnixNetwork(listener)
+
+
 @pytest.mark.parametrize(
     "open_network",
     [
         pytest.param(MemoryNetwork, id="memory"),
         pytest.param(open_tcp_network, id="tcp"),
         pytest.param(open_tcp6_network, id="tcp6"),
+        pytest.param(open_unix_network, id="unix"),
     ],
 )
 @pytest.mark.parametrize("check", LINK_CHECKS, ids=lambda check: check.__name__)

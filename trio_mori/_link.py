@@ -160,7 +160,8 @@ class QueuedLink(Link):
                 self._counts.sent += 1
             else:
                 self._count_dropped(route)
-        if self._events or (self._transport is not None and self._transport.settle()):
+        # Looking may itself bring an event: that a connection is over.
+        if (self._transport is not None and self._transport.settle()) or self._events:
             self._wake()
 
     def _count_dropped(self, route: bytes) -> None:
@@ -178,6 +179,8 @@ class QueuedLink(Link):
             batch.append(self._events.popleft())
         if self._transport is not None:
             batch += self._read(self._transport, MAX_BATCH - len(batch))
+        while self._events and not batch:  # came by reading
+            batch.append(self._events.popleft())
         return batch
 
     def _read(self, transport: Transport, limit: int) -> list[Arrived]:

@@ -1,0 +1,122 @@
+"""The link between processes of one host: what is its own beside the contract of a link."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import trio
+
+from trio_mori import PeerLost
+from trio_mori._unix import PACKET, open_unix_dialler, open_unix_listener
+from trio_mori.abc import Arrived, Connected, Disconnected, Link, LinkEvent
+
+pytestmark = pytest.mark.deterministic
+
+
+def new_name() -> str:
+    return f"trio-mori-test-{os.urandom(8).hex()}"
+
+
+def peer_process(script: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", script])
+
+
+async def next_event(link: Link) -> LinkEvent:
+    with trio.fail_after(10):
+        (event, *rest) = await link.receive()
+    assert rest == []
+    return event
+
+
+async def test_a_name_that_nobody_listens_on_is_an_error_at_once() -> None:
+    with pytest.raises(PeerLost, match="unix:@nobody"):
+        async with open_unix_dialler("nobody"):
+            pass
+
+
+async def test_the_name_is_free_when_the_listener_is_closed() -> None:
+    name = new_name()
+    for _ in range(3):
+        async with open_unix_listener(name), open_unix_dialler(name) as dialler:
+            assert await next_event(dialler) == Connected()
+
+
+async def test_a_listener_hears_of_the_end_of_a_dialler_at_once() -> None:
+    name = new_name()
+    async with open_unix_listener(name) as listener:
+        async with open_unix_dialler(name) as dialler:
+            dialler.send([b"last words"])
+            first = await next_event(listener)
+            assert isinstance(first, Arrived)
+        assert await next_event(listener) == Disconnected(first.route)
+
+
+async def test_a_killed_process_is_noticed_at_once() -> None:
+    name = new_name()
+    script = (
+        "import socket, time\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        f"s.connect('\\0{name}'); s.send(b'\\0\\1\\1\\0\\0\\0x'); time.sleep(60)\n"
+    )
+    async with open_unix_listener(name) as listener:
+        with peer_process(script) as process:
+            event = await next_event(listener)
+            assert isinstance(event, Arrived)
+            assert event.frames == [b"x"]
+            process.kill()
+            assert await next_event(listener) == Disconnected(event.route)
+
+
+async def test_a_peer_that_does_not_read_delays_no_other_and_loses_nothing() -> None:
+    name = new_name()
+    body = b"x" * (PACKET // 2)
+    async with open_unix_listener(name) as listener, open_unix_dialler(name) as slow, open_unix_dialler(name) as quick:
+        routes = []
+        for dialler in (slow, quick):
+            assert await next_event(dialler) == Connected()
+            dialler.send([b"hello"])
+            event = await next_event(listener)
+            assert isinstance(event, Arrived)
+            routes.append(event.route)
+        for number in range(200):
+            listener.send([number.to_bytes(2, "big"), body], routes[0])
+        listener.send([b"to the quick one"], routes[1])
+        assert await next_event(quick) == Arrived([b"to the quick one"])
+        numbers: list[int] = []
+        with trio.fail_after(10):
+            while len(numbers) < 200:
+                numbers += [int.from_bytes(e.frames[0], "big") for e in await slow.receive() if isinstance(e, Arrived)]
+        assert numbers == list(range(200))
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"", b"\0", b"\0\5", b"\0\1\xff\xff\xff\xff", b"\0\0", b"\0\2\1\0\0\0\1\0\0\0x", b"\0\xff" + b"\0" * 2000],
+)
+async def test_a_malformed_packet_is_dropped_and_the_next_message_arrives(packet: bytes) -> None:
+    name = new_name()
+    async with open_unix_listener(name) as listener:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(f"\0{name}")
+            stranger.send(packet)
+            if packet:
+                stranger.send(b"\0\1\2\0\0\0ok")
+                event = await next_event(listener)
+                assert isinstance(event, Arrived)
+                assert event.frames == [b"ok"]
+                assert listener.statistics().oversized == 1
+
+
+async def test_a_message_over_the_limit_is_dropped_and_counted() -> None:
+    name = new_name()
+    async with open_unix_listener(name, max_bytes=3 * PACKET) as listener, open_unix_dialler(name) as dialler:
+        dialler.send([b"x" * 4 * PACKET])
+        dialler.send([b"x" * 2 * PACKET])
+        event = await next_event(listener)
+        assert isinstance(event, Arrived)
+        assert len(event.frames[0]) == 2 * PACKET
+        assert listener.statistics().oversized == 1
