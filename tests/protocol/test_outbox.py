@@ -338,9 +338,10 @@ def test_a_receiver_too_many_takes_the_place_of_one_that_is_gone_and_is_owed_not
     with pytest.raises(NoRoom):
         desk.meet(b"C")  # the first may still acknowledge
     desk.fetch(second, 1)
-    desk.wait(31)
-    desk.book.disconnected(second)
-    desk.written()
+    desk.wait(20)
+    desk.beat(second, 1, 1, open=[1])
+    desk.wait(20)
+    desk.begun()
     desk.meet(b"C")
     assert set(desk.book.sessions) == {b"B" * 16, b"C" * 16}
 
@@ -423,3 +424,14 @@ def test_the_news_that_a_payload_is_gone_goes_on_to_the_next_one_when_its_receiv
     desk.book.disconnected(first)
     desk.wait(20)
     assert codes(desk, second) == [wire.GONE]
+
+
+def test_what_a_silent_receiver_gives_up_does_not_go_to_another_silent_one() -> None:
+    desk = SenderDesk()
+    first, second = desk.meet(b"A"), desk.meet(b"B")
+    desk.deliver(first, 1)
+    desk.fetch(second, 1)
+    desk.wait(31)
+    assert not desk.book.starting
+    desk.beat(second, 1, 1, open=[1])
+    assert desk.begun().holder is second.fetches[1]

@@ -240,16 +240,7 @@ class Inbox:
         Raises:
             NoRoom: too much of the pool is in quarantine.
         """
-        quarantined = self.quarantined
-        if quarantined and quarantined >= self._quarantine_limit:
-            raise NoRoom(
-                f"get of {key!r} refused: {format_size(quarantined)} of the pool are held back (limit "
-                f"{format_size(self._quarantine_limit)}, quarantine_fraction), because silent peers may still "
-                "write there; they come back when those processes answer or exit",
-                size=0,
-                free=self._extents.free_bytes,
-                quarantined=quarantined,
-            )
+        self.check_quarantine(key)
         interest = Interest(channel, key, channel.next_id)
         channel.next_id += 1
         channel.interests[interest.id] = interest
@@ -262,6 +253,23 @@ class Inbox:
             self._prepost(interest)
             self._ask(interest)
         return interest
+
+    def check_quarantine(self, key: str) -> None:
+        """Whether more may be asked for.
+
+        Raises:
+            NoRoom: too much of the pool is in quarantine.
+        """
+        quarantined = self.quarantined
+        if quarantined and quarantined >= self._quarantine_limit:
+            raise NoRoom(
+                f"get of {key!r} refused: {format_size(quarantined)} of the pool are held back (limit "
+                f"{format_size(self._quarantine_limit)}, quarantine_fraction), because silent peers may still "
+                "write there; they come back when those processes answer or exit",
+                size=0,
+                free=self._extents.free_bytes,
+                quarantined=quarantined,
+            )
 
     def take(self, interest: Interest) -> None:
         """A caller begins to read what arrived; end with `acknowledge` or `give_back`."""
@@ -321,6 +329,11 @@ class Inbox:
         self._move(interest, Cause.GIVE_BACK)
         self._leave_queues(interest)
         self._say(channel, wire.Cancel([interest.id]))
+
+    def refuse(self, interest: Interest, code: int) -> None:
+        """Give back what arrived and nobody has begun to take; whoever comes for it is told why."""
+        interest.failure = (code, "")
+        self.give_back(interest)
 
     # --- the link -----------------------------------------------------------------------------------------
 
@@ -634,6 +647,14 @@ class Inbox:
         returning = sum(i.extent.size for i in self._returning if i.extent is not None)
         ghosts = sum(e.size for channel in self.channels for extents in channel.ghosts.values() for e in extents)
         return returning + ghosts + sum(e.size for e in self._doubted)
+
+    @property
+    def touched(self) -> int:
+        """How many pieces of memory are written to by a peer, or read by a caller, that may still go on with it."""
+        reading = sum(i.state is State.TAKEN for channel in self.channels for i in channel.interests.values())
+        ghosts = sum(len(extents) for channel in self.channels for extents in channel.ghosts.values())
+        returning = sum(i.extent is not None for i in self._returning)
+        return reading + ghosts + returning + len(self._exposed) + len(self._doubted)
 
     def live_extents(self) -> list[Extent]:
         """Every extent that the book holds, for checks."""

@@ -617,6 +617,9 @@ class Outbox:
 
     def expire(self, now: float) -> None:
         """Do what is due: fail slow writes, drop what nobody fetched, give up on silent receivers."""
+        silent = [s for s in self.sessions.values() if s.last_heard + self.limits.acknowledge_timeout <= now]
+        for session in silent:
+            session.connected = False  # all of them first: what one gives up must not go to another
         for ticket in [t for t in self.tickets if t.deadline <= now and t.course is Course.RUNNING]:
             self.counters.overdue_writes += 1
             seconds = self.limits.transfer_timeout(ticket.size)
@@ -624,9 +627,8 @@ class Outbox:
         for entry in self.shelf.expired(now):
             self.counters.expired += 1
             self._give_up(entry, wire.EXPIRED, f"not fetched within {self.limits.ttl:g} s")
-        for session in list(self.sessions.values()):
-            if session.last_heard + self.limits.acknowledge_timeout <= now:
-                self._lapse(session)
+        for session in silent:
+            self._lapse(session)
         for caller in [c for c in self._callers.values() if c.held_until <= now]:
             held = caller.held
             del self._callers[caller.route]
@@ -635,7 +637,6 @@ class Outbox:
 
     def _lapse(self, session: Session) -> None:
         """Its acknowledgement time is over: what it was given or offered goes to whoever asks next."""
-        session.connected = False
         for fetch in list(session.fetches.values()):
             entry = fetch.entry
             if fetch.lost:
