@@ -1,0 +1,203 @@
+"""Who owns a shared-memory pool, as its descriptor says it; and which way, if any, leads there from this process."""
+
+from __future__ import annotations
+
+import enum
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from .._errors import DescriptorRefused, EngineUnavailable
+from ..abc import Descriptor
+from . import _memfd, _syscalls
+
+_Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+_Int = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Pid = Annotated[int, msgspec.Meta(ge=1, le=1 << 22)]  # PID_MAX_LIMIT of 64-bit Linux
+_Fd = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]  # the kernel's ceiling of fs.nr_open is just below
+
+
+class Owner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="trio-mori shm 1"):
+    """The process and engine that own a pool; the engine half of a descriptor.
+
+    Attributes:
+        boot: The kernel's boot id: which machine, since which boot.
+        namespace: Inode of the pid namespace in which `pid` counts.
+        pid: Process id.
+        started: When the process started, in clock ticks since boot; with the pid it never comes again.
+        uid: Effective user id.
+        nonce: Random; names this one engine.
+        shared: Whether it hands its memory out in a share directory.
+    """
+
+    boot: _Id
+    namespace: _Int
+    pid: _Pid
+    started: _Int
+    uid: _Int
+    nonce: _Id
+    shared: bool
+
+    @property
+    def identity(self) -> str:
+        """Unique name for messages."""
+        return f"shm:{self.pid}:{self.nonce.hex()}"
+
+    @property
+    def socket_name(self) -> str:
+        """File name of its socket in the share directory."""
+        return f"{self.nonce.hex()}.shm"
+
+
+class Memory(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The pool itself; the memory half of a descriptor."""
+
+    fd: _Fd
+    size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
+
+
+class Way(enum.Enum):
+    """How a pool's memory is reached from here."""
+
+    OWN_PROCESS = enum.auto()
+    PROC = enum.auto()  # /proc/PID/fd/FD of a process that we can see
+    SHARED = enum.auto()  # a socket in the share directory
+
+
+_encoder = msgspec.msgpack.Encoder()
+_owner = msgspec.msgpack.Decoder(Owner)
+_memory = msgspec.msgpack.Decoder(Memory)
+
+
+def encode(owner: Owner, memory: Memory) -> Descriptor:
+    """The descriptor that peers are given."""
+    return Descriptor(_encoder.encode(owner), _encoder.encode(memory))
+
+
+def decode(descriptor: Descriptor) -> tuple[Owner, Memory]:
+    """Both halves of a descriptor.
+
+    Raises:
+        DescriptorRefused: not a descriptor of this engine and release.
+    """
+    try:
+        return _owner.decode(descriptor.engine), _memory.decode(descriptor.memory)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DescriptorRefused(f"shm: not a descriptor of this engine and release: {error}") from error
+
+
+def describe_self(*, shared: bool) -> Owner:
+    """This process, with a new nonce.
+
+    Raises:
+        EngineUnavailable: not on Linux, or /proc is not there.
+    """
+    try:
+        boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        started = _start_time("self")
+    except OSError as error:
+        raise EngineUnavailable(f"shm needs Linux and its /proc: {error}") from error
+    return Owner(boot, namespace, os.getpid(), started, os.geteuid(), secrets.token_bytes(16), shared)
+
+
+def choose_way(ours: Owner, theirs: Owner) -> Way:
+    """The way from our process to a pool of that owner; a share directory that both sides name comes first.
+
+    Raises:
+        DescriptorRefused: there is none; says why, and what to do.
+    """
+    if theirs.boot != ours.boot:
+        raise DescriptorRefused(
+            f"{theirs.identity} runs on another machine: shm moves bytes within one; use an engine that crosses hosts"
+        )
+    if theirs.uid != ours.uid:
+        raise DescriptorRefused(
+            f"{theirs.identity} runs as uid {theirs.uid}, this process as uid {ours.uid}: run both as the same user"
+        )
+    if (theirs.namespace, theirs.pid, theirs.started) == (ours.namespace, ours.pid, ours.started):
+        return Way.OWN_PROCESS
+    if ours.shared and theirs.shared:
+        return Way.SHARED
+    if theirs.namespace == ours.namespace:
+        return Way.PROC
+    who = "neither side has" if not (ours.shared or theirs.shared) else "only one side has"
+    raise DescriptorRefused(
+        f"{theirs.identity} runs in another pid namespace and {who} a share_directory: start the containers with one "
+        "pid namespace (--pid=host, or --pid=container:NAME), or mount one directory into both and set the shm option "
+        "share_directory to it on both sides"
+    )
+
+
+def open_process(owner: Owner) -> int | None:
+    """A pidfd of the owner, which is seen to be running; None where the system has no pidfds. The caller owns it.
+
+    Raises:
+        DescriptorRefused: the process has exited, or its pid belongs to another one now.
+    """
+    try:
+        pidfd = _syscalls.pidfd_open(owner.pid)
+    except ProcessLookupError as error:
+        raise DescriptorRefused(f"{owner.identity}: process {owner.pid} has exited") from error
+    except OSError:
+        pidfd = None
+    try:
+        # Read after the pidfd was opened: if the process is the right one now, the pidfd cannot be of a later one.
+        started = _start_time(str(owner.pid))
+    except OSError as error:
+        _close(pidfd)
+        raise DescriptorRefused(
+            f"{owner.identity}: /proc/{owner.pid} cannot be read ({error.strerror}): the process has exited, or /proc "
+            "is mounted with hidepid or for another pid namespace"
+        ) from error
+    if started != owner.started:
+        _close(pidfd)
+        raise DescriptorRefused(f"{owner.identity}: process {owner.pid} has exited and another one has its pid now")
+    return pidfd
+
+
+def open_memory(owner: Owner, memory: Memory, descriptor: Descriptor) -> int:
+    """The owner's memfd, by /proc, checked against the descriptor. The caller owns it.
+
+    Only the two integers come from the descriptor. The file is looked at before it is opened, since opening a pipe
+    or a device, which the process may have under that number as well, is not without effects.
+
+    Raises:
+        DescriptorRefused: it may not be opened, or is not that pool.
+    """
+    try:
+        path = os.open(f"/proc/{owner.pid}/fd/{memory.fd}", os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DescriptorRefused(f"{owner.identity}: its pool is closed, or its process has exited") from error
+    except OSError as error:
+        raise DescriptorRefused(
+            f"{owner.identity}: /proc/{owner.pid}/fd/{memory.fd} may not be opened ({error.strerror}): the process is "
+            "ending, has capabilities that this one lacks, or is not dumpable; start both alike, or set the shm option "
+            "share_directory on both sides"
+        ) from error
+    try:
+        _memfd.check_path(path, memory.size)
+        fd = os.open(f"/proc/self/fd/{path}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise DescriptorRefused(f"{owner.identity}: its pool may not be written: {error.strerror}") from error
+    finally:
+        os.close(path)
+    try:
+        _memfd.check_pool(fd, descriptor, memory.size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _start_time(pid: str) -> int:
+    # Field 22 of the line; the second one is the command in parentheses and may hold anything.
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)
