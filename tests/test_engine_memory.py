@@ -1,20 +1,26 @@
-"""The memory engine keeps the contract of an engine, and its hooks do what tests rely on."""
+"""The memory engine: it keeps the contract, and breaks it exactly as it is told."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from trio_mori import TransferFailed
+from trio_mori import ConnectorClosed, DescriptorRefused, TransferFailed
 from trio_mori.abc import Engine, EnginePeer, Write
-from trio_mori.testing import ENGINE_CHECKS, EngineBench, MemoryEngine, MemoryFabric
+from trio_mori.testing import ENGINE_CHECKS, EngineBench, MemoryEngine, MemoryFabric, check_engine
 from trio_mori.testing._engine_bench import Check
 
 pytestmark = pytest.mark.deterministic
 
+SIZE = 4096
+WHOLE = Write(0, 0, SIZE)
 
-def bench(*, inline: bool) -> EngineBench:
+
+def bench(*, inline: bool = True) -> EngineBench:
     fabric = MemoryFabric()
 
     def hold(engine: Engine, peer: EnginePeer) -> None:
@@ -26,50 +32,219 @@ def bench(*, inline: bool) -> EngineBench:
         engine.release()
 
     return EngineBench(
-        lambda size: fabric.open(pool_size=size, inline=inline), hold=hold, release=release, closing_fences=True
+        open=lambda size: fabric.open(pool_size=size, inline=inline), hold=hold, release=release, closing_fences=True
     )
 
 
-@pytest.mark.parametrize("inline", [True, False])
-@pytest.mark.parametrize("check", ENGINE_CHECKS)
+def pair() -> tuple[MemoryEngine, MemoryEngine, EnginePeer]:
+    """A writer with a region full of ones, an owner, and the owner as the writer's peer."""
+    fabric = MemoryFabric()
+    writer, owner = MemoryEngine(fabric, pool_size=SIZE), MemoryEngine(fabric, pool_size=SIZE)
+    writer.region.tensor.fill_(1)
+    return writer, owner, writer.add_peer(owner.descriptor)
+
+
+def arrived(owner: MemoryEngine) -> int:
+    return int(owner.region.tensor.sum())
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "not_inline"])
 async def test_it_keeps_the_contract(check: Check, inline: bool) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         await check(bench(inline=inline))
 
 
-async def test_a_write_that_fails_unsettled_still_arrives_when_it_is_released() -> None:
+async def test_check_engine_runs_every_check_and_notices_a_careless_engine() -> None:
+    class Careless(MemoryEngine):
+        async def write(self, peer: EnginePeer, write: Write) -> None:
+            await trio.lowlevel.checkpoint()  # and the bytes stay where they are
+
+    @asynccontextmanager
+    async def open_careless(size: int) -> AsyncIterator[Engine]:
+        yield Careless(fabric, pool_size=size)
+
     fabric = MemoryFabric()
-    async with fabric.open() as writer, fabric.open() as owner:
-        peer = writer.add_peer(owner.descriptor)
-        writer.region.tensor[:100] = 7
-        writer.fail(settled=False)
-        with pytest.raises(TransferFailed) as caught:
-            await writer.write(peer, Write(0, 0, 100))
-        assert not caught.value.settled
-        assert int(owner.region.tensor[:100].sum()) == 0
-        writer.release()
-        assert int(owner.region.tensor[:100].sum()) == 700
+    await check_engine(bench(), timeout=60)
+    with pytest.raises(AssertionError, match="a write of 1 bytes arrived altered"):
+        await check_engine(EngineBench(open_careless), timeout=60)
 
 
-async def test_a_held_write_arrives_in_part_and_ends_when_it_is_released() -> None:
-    fabric = MemoryFabric()
-    async with fabric.open() as writer, fabric.open() as owner, trio.open_nursery() as nursery:
-        peer = writer.add_peer(owner.descriptor)
-        writer.region.tensor[:100] = 1
-        writer.hold(peer, arrived=0.5)
-        assert not writer.write_nowait(peer, Write(0, 0, 100))
-        nursery.start_soon(writer.write, peer, Write(0, 0, 100))
+async def test_a_held_write_ends_when_it_is_released_and_reads_its_source_only_then() -> None:
+    writer, owner, peer = pair()
+    writer.hold()
+    assert not writer.write_nowait(peer, WHOLE)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(writer.write, peer, WHOLE)
         await wait_all_tasks_blocked()
-        assert int(owner.region.tensor[:100].sum()) == 50
+        assert arrived(owner) == 0
+        writer.region.tensor.fill_(2)
         writer.release()
+    assert arrived(owner) == 2 * SIZE
+    assert writer.write_nowait(peer, WHOLE)
+
+
+async def test_release_of_a_few_ends_the_oldest_and_keeps_holding() -> None:
+    writer, owner, peer = pair()
+    writer.hold()
+    async with trio.open_nursery() as nursery:
+        for place in range(3):
+            nursery.start_soon(writer.write, peer, Write(place, place, 1))
+            await wait_all_tasks_blocked()
+        writer.release(2)
         await wait_all_tasks_blocked()
-        assert int(owner.region.tensor[:100].sum()) == 100
+        assert owner.region.tensor[:3].tolist() == [1, 1, 0]
+        assert not writer.write_nowait(peer, WHOLE)
+        [last] = writer.held
+        last.finish()
+    assert arrived(owner) == 3
 
 
-async def test_a_killed_engine_is_fenced_for_its_peers() -> None:
-    fabric = MemoryFabric()
-    async with fabric.open() as writer, fabric.open() as owner:
-        seen = owner.add_peer(writer.descriptor)
-        writer.kill()
-        with trio.fail_after(1):
-            await owner.wait_fenced(seen)
+async def test_a_held_write_may_have_arrived_in_part_or_whole() -> None:
+    writer, owner, peer = pair()
+    for part in (0.25, 1.0):
+        owner.region.tensor.zero_()
+        writer.hold(peer, arrived=part)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(writer.write, peer, WHOLE)
+            await wait_all_tasks_blocked()
+            assert arrived(owner) == part * SIZE
+            writer.release()
+        assert arrived(owner) == SIZE
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5])
+async def test_a_settled_failure_moves_no_byte_after_it_was_raised(part: float) -> None:
+    writer, owner, peer = pair()
+    writer.fail(2, arrived=part)
+    with pytest.raises(TransferFailed) as caught:
+        writer.write_nowait(peer, WHOLE)
+    assert caught.value.settled
+    with pytest.raises(TransferFailed):
+        await writer.write(peer, WHOLE)
+    assert arrived(owner) == part * SIZE
+    writer.release()
+    assert arrived(owner) == part * SIZE
+    await writer.write(peer, WHOLE)
+    assert arrived(owner) == SIZE
+
+
+async def test_an_unsettled_failure_raises_at_once_and_its_bytes_arrive_at_release() -> None:
+    writer, owner, peer = pair()
+    writer.fail(settled=False, arrived=0.5)
+    with pytest.raises(TransferFailed) as caught:
+        await writer.write(peer, WHOLE)
+    assert not caught.value.settled
+    assert arrived(owner) == SIZE / 2
+    [held] = writer.held
+    assert held.told
+    writer.release()
+    assert arrived(owner) == SIZE
+    assert not writer.held
+
+
+async def test_a_fenced_peer_moves_nothing_more_and_its_writers_are_told() -> None:
+    writer, owner, peer = pair()
+    back = owner.add_peer(writer.descriptor)
+    writer.hold()
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+
+            async def write() -> None:
+                with pytest.raises(TransferFailed) as caught:
+                    await writer.write(peer, WHOLE)
+                assert caught.value.settled
+
+            nursery.start_soon(write)
+            nursery.start_soon(owner.wait_fenced, back)
+            await wait_all_tasks_blocked()
+            owner.fence(back)
+            writer.release()
+    assert arrived(owner) == 0
+    with pytest.raises(TransferFailed, match="revoked"):
+        writer.write_nowait(peer, WHOLE)
+    assert not writer.violations
+
+
+@pytest.mark.parametrize("land", [True, False])
+async def test_a_killed_engine_is_fenced_at_once_whatever_was_under_way(land: bool) -> None:
+    writer, owner, peer = pair()
+    back = owner.add_peer(writer.descriptor)
+    writer.hold(arrived=0.5)
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+
+            async def write() -> None:
+                with pytest.raises(TransferFailed, match="killed"):
+                    await writer.write(peer, WHOLE)
+
+            nursery.start_soon(write)
+            await wait_all_tasks_blocked()
+            writer.kill(land=land)
+        await owner.wait_fenced(back)
+    assert arrived(owner) == (SIZE if land else SIZE / 2)
+    with pytest.raises(TransferFailed, match="killed"):
+        owner.write_nowait(back, WHOLE)
+    owner.drop_peer(back)
+    with pytest.raises(DescriptorRefused, match="killed"):
+        owner.add_peer(writer.descriptor)
+
+
+async def test_an_abandoned_engine_is_fenced_when_its_last_write_has_landed() -> None:
+    writer, owner, peer = pair()
+    back = owner.add_peer(writer.descriptor)
+    writer.fail(settled=False)
+    with pytest.raises(TransferFailed):
+        await writer.write(peer, WHOLE)
+    writer.abandon()
+    writer.close()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(owner.wait_fenced, back)
+        await wait_all_tasks_blocked()
+        assert nursery.child_tasks
+        writer.release()
+    assert arrived(owner) == SIZE
+    assert not writer.violations
+
+
+async def test_what_the_contract_forbids_is_refused_and_noted() -> None:
+    writer, owner, peer = pair()
+    stranger = MemoryEngine(MemoryFabric(), pool_size=SIZE)
+    dropped = owner.add_peer(writer.descriptor)
+    owner.drop_peer(dropped)
+    for target, write in ((peer, Write(0, 1, SIZE)), (stranger.add_peer(stranger.descriptor), WHOLE)):
+        with pytest.raises(TransferFailed):
+            await writer.write(target, write)
+    with pytest.raises(TransferFailed):
+        await owner.write(dropped, WHOLE)
+    assert len(owner.violations) == 1
+    writer.hold()
+    writer.fail(settled=False)
+    with pytest.raises(TransferFailed):
+        await writer.write(peer, WHOLE)
+    writer.close()
+    writer.close()
+    with pytest.raises(TransferFailed):
+        await writer.write(peer, WHOLE)
+    with pytest.raises(ConnectorClosed):
+        writer.add_peer(owner.descriptor)
+    with pytest.raises(DescriptorRefused):
+        stranger.add_peer(writer.descriptor)
+    assert [what.split(" ")[0] for what in writer.violations] == ["write", "write", "closed", "write"]
+
+
+async def test_it_remembers_its_calls() -> None:
+    writer, owner, peer = pair()
+    writer.inline = False
+    assert not writer.write_nowait(peer, WHOLE)
+    await writer.write(peer, WHOLE)
+    assert [call.method for call in writer.calls] == ["add_peer", "write_nowait", "write"]
+    assert writer.calls[-1].peer == owner.identity
+    assert writer.calls[-1].write == WHOLE
+
+
+async def test_an_engine_may_write_to_itself_and_overlapping() -> None:
+    engine = MemoryEngine(MemoryFabric(), pool_size=SIZE)
+    engine.region.tensor[:4] = 1
+    await engine.write(engine.add_peer(engine.descriptor), Write(0, 2, 4))
+    assert engine.region.tensor[:7].tolist() == [1, 1, 1, 1, 1, 1, 0]

@@ -11,10 +11,10 @@ import torch
 from .._errors import TransferFailed
 from ..abc import Descriptor, Engine, EnginePeer, Write
 
-# One byte; a page; just over what engines may copy inline; far more than that.
+# One byte; a page; just over what engines may copy inline; far more than that. LARGE is never copied inline either.
 SIZES = (1, 4096, (1 << 20) + 1, 16 << 20)
 SMALL = 64 << 10
-LARGE = 16 << 20
+LARGE = 4 << 20
 
 
 @attrs.frozen
@@ -94,8 +94,8 @@ async def assert_refused(engine: Engine, peer: EnginePeer, write: Write) -> None
 
 def fill(engine: Engine, start: int, stop: int) -> None:
     """Give a part of a region bytes that repeat with no power of two, and are never 255."""
-    values = torch.arange(start, stop, dtype=torch.int64, device=engine.region.tensor.device) % 251
-    engine.region.tensor[start:stop] = values.to(torch.uint8)
+    values = torch.arange(251, dtype=torch.uint8, device=engine.region.tensor.device)
+    engine.region.tensor[start:stop] = values.repeat(-(-(stop - start) // 251))[: stop - start]
 
 
 def same(one: Engine, first: int, other: Engine, second: int, size: int) -> bool:
