@@ -1,0 +1,145 @@
+"""A peer of a Mori engine: what its descriptor says, whether that can be true, and what of it is open here."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Annotated
+
+import msgspec
+import torch
+import trio
+
+from .._errors import DescriptorRefused
+from ..abc import Descriptor, EnginePeer
+from ._fence import Fence
+from ._mori_library import EngineDesc, Library, MemoryDesc, Session
+from ._mori_outlet import Outlet
+from ._process import Process
+
+# A key of ours names the process, so that a peer that has it can be fenced; stock peers have keys of another form.
+_KEY = re.compile(r"trio-mori-1:([0-9a-f]{32}):(\d{1,19}):(\d{1,7}):(\d{1,19}):[0-9a-f]{16}")
+
+# MemoryLocationType in packed form.
+_GPU = 2
+
+_Name = Annotated[str, msgspec.Meta(max_length=1024)]
+_Word = Annotated[int, msgspec.Meta(ge=0)]  # of 64 bits, which msgspec cannot bound; Mori checks it
+
+
+class _PackedEngine(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    key: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    node_id: _Name
+    hostname: _Name
+    host: _Name
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
+    pid: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class _PackedMemory(msgspec.Struct, frozen=True, array_like=True):
+    engine_key: _Name
+    id: _Word
+    device_id: int
+    device_bus_id: _Name
+    data: _Word
+    size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
+    loc: int
+    ipc_handle: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+_engine = msgspec.msgpack.Decoder(_PackedEngine)
+_memory = msgspec.msgpack.Decoder(_PackedMemory)
+
+
+def new_key(process: Process) -> str:
+    """A key for an engine of this process that no engine ever had, and none will have."""
+    return f"trio-mori-1:{process.boot}:{process.namespace}:{process.pid}:{process.started}:{secrets.token_hex(8)}"
+
+
+def process_of(key: str) -> Process | None:
+    """The process that a key of ours names; None for a key of somebody else's."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return None
+    boot, namespace, pid, started = match.groups()
+    return Process(boot, int(namespace), int(pid), int(started))
+
+
+class MoriPeer(EnginePeer):
+    """Another engine's pool. Mori hears of it, and maps it, at the first write.
+
+    Attributes:
+        engine: Mori's own form of the descriptor's halves.
+        memory: As `engine`.
+        process: The peer's process, where its key tells.
+        pool: Its memory, if it is of this process.
+        fence: Tells when it is over; None where nothing can.
+        outlet: What writes to it; None until the first write.
+        opening: Held by the first write.
+        session: The short way, once a write has succeeded.
+        writes: `write` calls under way.
+    """
+
+    def __init__(
+        self, descriptor: Descriptor, engine: EngineDesc, memory: MemoryDesc, size: int, process: Process | None
+    ) -> None:
+        self.descriptor = descriptor
+        self.engine = engine
+        self.memory = memory
+        self.process = process
+        self.pool: torch.Tensor | None = None
+        self.fence: Fence | None = None
+        self.outlet: Outlet | None = None
+        self.opening = trio.Lock()
+        self.session: Session | None = None
+        self.writes = 0
+        self._size = size
+
+    @property
+    def identity(self) -> str:
+        return f"mori:{self.engine.key}"
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def is_fenced(self) -> bool:
+        """Whether it is proven to be over."""
+        return self.fence is not None and self.fence.is_over()
+
+
+def decode(library: Library, descriptor: Descriptor, *, gpu: bool) -> MoriPeer:
+    """A peer from its descriptor. The bytes are checked here first: Mori's unpack believes what it reads.
+
+    Args:
+        gpu: Only memory of a GPU that other processes can map will do, as xgmi needs it.
+
+    Raises:
+        DescriptorRefused: malformed, or no such memory.
+    """
+    try:
+        engine, memory = _engine.decode(descriptor.engine), _memory.decode(descriptor.memory)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DescriptorRefused(f"mori: not a descriptor of Mori: {error}") from error
+    who = f"mori:{engine.key}"
+    if memory.engine_key != engine.key:
+        raise DescriptorRefused(f"{who}: its memory is said to be of another engine, {memory.engine_key!r}")
+    if gpu and memory.loc != _GPU:
+        raise DescriptorRefused(
+            f"{who}: its pool is in host memory, which xgmi does not reach: set its memory_pool_device to cuda:N"
+        )
+    if gpu and not any(memory.ipc_handle):
+        raise DescriptorRefused(
+            f"{who}: its pool cannot be mapped by other processes (no ipc handle): allocate it with "
+            "PYTORCH_HIP_ALLOC_CONF free of expandable_segments, and open its engine before it is registered"
+        )
+    try:
+        ours, theirs = library.EngineDesc.unpack(descriptor.engine), library.MemoryDesc.unpack(descriptor.memory)
+    except (RuntimeError, ValueError) as error:
+        raise DescriptorRefused(f"{who}: refused by Mori: {error}") from error
+    peer = MoriPeer(descriptor, ours, theirs, memory.size, process_of(engine.key))  # type: ignore[arg-type]
+    if peer.engine.pack() != descriptor.engine or peer.memory.pack() != descriptor.memory:
+        raise DescriptorRefused(
+            f"{who}: packed by another release of Mori, or altered: install the same amd-mori on both sides"
+        )
+    return peer
