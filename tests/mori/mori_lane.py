@@ -1,0 +1,94 @@
+"""Engines for the tests of this folder: on AMD GPUs, or on the emulated ones of the lane (docs/mori.md)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from trio_mori._engines import open_engine
+from trio_mori._engines._mori import XgmiEngine
+from trio_mori._engines._mori_peer import MoriPeer
+from trio_mori.abc import Engine, EnginePeer
+from trio_mori.testing._engine_bench import EngineBench
+
+try:
+    import moriemu
+except ModuleNotFoundError:
+    moriemu = None
+
+# Long enough for a check to do what it does beside held writes, on a busy machine.
+HELD = 1.5
+
+emulated = pytest.mark.skipif(moriemu is None, reason="needs the emulation, which can delay and break copies")
+
+
+def control(key: str, value: object) -> None:
+    """A knob of the emulation."""
+    moriemu.ctl(key, value)
+
+
+def open_xgmi(size: int, device: str = "cuda:0") -> AbstractAsyncContextManager[Engine]:
+    """An engine with a pool on a GPU."""
+    return open_engine("xgmi", pool_size=size, device=device)
+
+
+class Holding:
+    """Makes the copies to some peers take `HELD` seconds, and all others `delay`.
+
+    The emulation has one delay for what is posted from now on; so posting goes one by one.
+    """
+
+    def __init__(self, delay: float = 0.0, held: float = HELD) -> None:
+        self.delay = delay
+        self.held = held
+        self._peers: set[EnginePeer] = set()
+        self._posting = threading.RLock()
+
+    def hold(self, engine: Engine, peer: EnginePeer) -> None:
+        """From now on copies of this engine to this peer are slow."""
+        assert isinstance(engine, XgmiEngine)
+        assert isinstance(peer, MoriPeer)
+        if not self._peers:
+            patched: Any = engine
+            patched._open_and_post = self._slowed(engine._open_and_post)
+            patched._post = self._slowed(engine._post)
+            patched._open_session = lambda peer: None
+        peer.session = None
+        self._peers.add(peer)
+
+    def release(self, engine: Engine) -> None:
+        """They end by themselves."""
+        self._peers.clear()
+
+    def _slowed(self, post: Callable[..., Any]) -> Callable[..., Any]:
+        def slowed(peer: EnginePeer, *arguments: object) -> Any:
+            with self._posting:
+                control("copy_delay_us", int(1e6 * (self.held if peer in self._peers else self.delay)))
+                try:
+                    return post(peer, *arguments)
+                finally:
+                    control("copy_delay_us", int(1e6 * self.delay))
+
+        return slowed
+
+
+@contextmanager
+def delayed(seconds: float) -> Iterator[None]:
+    """Copies take so long."""
+    control("copy_delay_us", int(1e6 * seconds))
+    try:
+        yield
+    finally:
+        control("copy_delay_us", 0)
+
+
+def bench(delay: float = 0.0) -> EngineBench:
+    """What the conformance suite is run with."""
+    if moriemu is None:
+        return EngineBench(open_xgmi, closing_fences=True)
+    holding = Holding(delay)
+    return EngineBench(open_xgmi, holding.hold, holding.release, closing_fences=True)

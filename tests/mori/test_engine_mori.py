@@ -1,0 +1,110 @@
+"""The xgmi engine over the real Mori: the contract of an engine, with copies of every pace."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import trio
+from mori_lane import Holding, bench, control, delayed, emulated, moriemu, open_xgmi
+from trio.testing import wait_all_tasks_blocked
+
+from trio_mori._errors import TransferFailed
+from trio_mori.abc import Engine, EnginePeer, Write
+from trio_mori.testing._engine_bench import Check, fill, same
+from trio_mori.testing._engine_checks import ENGINE_CHECKS
+
+pytest.importorskip("mori.io", reason="needs amd-mori: see docs/mori.md")
+pytestmark = pytest.mark.mori
+
+KIB = 1024
+
+
+@pytest.mark.parametrize("delay", [0, 0.002, 0.2] if moriemu else [0])
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+async def test_the_engine_keeps_its_contract(check: Check, delay: float) -> None:
+    with trio.fail_after(60):
+        if moriemu is None:
+            await check(bench())
+        else:
+            with delayed(delay):
+                await check(bench(delay))
+
+
+async def test_a_write_out_of_range_is_refused_before_mori_sees_it() -> None:
+    with trio.fail_after(30):
+        async with open_xgmi(64 * KIB) as engine, open_xgmi(64 * KIB) as other:
+            peer = engine.add_peer(other.descriptor)
+            posted: list[Write] = []
+            engine._open_and_post = lambda peer, write: posted.append(write)
+            for write in (Write(0, 64 * KIB - 1, 2), Write(64 * KIB, 0, 1), Write(0, 1 << 62, 1), Write(0, -1, 1)):
+                with pytest.raises(TransferFailed, match="refused") as refused:
+                    await engine.write(peer, write)
+                assert refused.value.settled
+            assert not posted
+
+
+@emulated
+async def test_beside_64_stuck_writes_a_fresh_one_completes_and_the_loop_answers() -> None:
+    latest = 0.0
+
+    async def answer() -> None:
+        nonlocal latest
+        while True:
+            asked = trio.current_time()
+            await trio.sleep(0.002)
+            latest = max(latest, trio.current_time() - asked - 0.002)
+
+    with trio.fail_after(60):
+        async with open_xgmi(64 * KIB) as engine, open_xgmi(64 * KIB) as stuck, open_xgmi(64 * KIB) as free:
+            held, quick = engine.add_peer(stuck.descriptor), engine.add_peer(free.descriptor)
+            fill(engine, 0, 64 * KIB)
+            await engine.write(held, Write(0, 0, 1))
+            await engine.write(quick, Write(0, 0, 1))
+            Holding(held=2.0).hold(engine, held)
+            async with trio.open_nursery() as nursery:
+                for index in range(64):
+                    nursery.start_soon(engine.write, held, Write(index * KIB, index * KIB, KIB))
+                await wait_all_tasks_blocked()
+                async with trio.open_nursery() as answering:
+                    answering.start_soon(answer)
+                    with trio.fail_after(1):
+                        for _ in range(200):
+                            await engine.write(quick, Write(0, 0, 64 * KIB))
+                    answering.cancel_scope.cancel()
+                assert same(engine, 0, free, 0, 64 * KIB)
+                assert latest < 0.05
+
+
+async def test_first_writes_at_once_and_drops_and_closes_do_not_deadlock() -> None:
+    async def write(engine: Engine, peer: EnginePeer, at: int) -> None:
+        with suppress(TransferFailed):  # of a peer that was dropped before it was its turn
+            await engine.write(peer, Write(at, at, 4 * KIB))
+
+    with trio.fail_after(120):
+        async with open_xgmi(16 * KIB) as one, open_xgmi(16 * KIB) as other:
+            for number in range(200):
+                async with open_xgmi(16 * KIB) as engine, trio.open_nursery() as nursery:
+                    for owner in (one, other):
+                        peer = engine.add_peer(owner.descriptor)
+                        for index in range(4):
+                            nursery.start_soon(write, engine, peer, index)
+                    if number % 2:
+                        await wait_all_tasks_blocked()
+                        engine.drop_peer(peer)
+
+
+@emulated
+@pytest.mark.parametrize("mode", ["enqueue", "event"])
+async def test_a_failed_copy_is_a_typed_error_that_keeps_the_memory(mode: str) -> None:
+    with trio.fail_after(30):
+        async with open_xgmi(64 * KIB) as engine, open_xgmi(64 * KIB) as other:
+            peer = engine.add_peer(other.descriptor)
+            fill(engine, 0, 64 * KIB)
+            for first in (True, False):
+                control("fail_copy", f"1:719:{mode}")
+                with pytest.raises(TransferFailed, match="ERR_GPU_OP") as failed:
+                    await engine.write(peer, Write(0, 0, KIB))
+                assert not failed.value.settled, first
+                await engine.write(peer, Write(0, 0, 64 * KIB))
+                assert same(engine, 0, other, 0, 64 * KIB)
