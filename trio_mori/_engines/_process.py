@@ -62,8 +62,8 @@ def open_process(process: Process, who: str) -> int | None:
     except OSError as error:
         os.close(pidfd)
         raise DescriptorRefused(
-            f"{who}: /proc/{process.pid} cannot be read ({error.strerror}): the process has exited, or /proc is mounted "
-            "with hidepid or for another pid namespace"
+            f"{who}: /proc/{process.pid} cannot be read ({error.strerror}): the process has exited, or /proc is "
+            "mounted with hidepid or for another pid namespace"
         ) from error
     if started != process.started:
         os.close(pidfd)

@@ -17,8 +17,9 @@ from . import _memfd
 from ._bounds import check_bounds
 from ._copies import Copies
 from ._immortal import keep_for_ever
+from ._process import open_process
 from ._share_directory import Sharing, open_sharing
-from ._shm_owner import Memory, Owner, Way, choose_way, decode, describe_self, encode, open_memory, open_process
+from ._shm_owner import Memory, Owner, Way, choose_way, decode, describe_self, encode, open_memory
 from ._shm_peer import ShmPeer
 
 logger = logging.getLogger("trio_mori.engine")
@@ -139,7 +140,7 @@ class ShmEngine(Engine):
         if peer.way is Way.OWN_PROCESS:
             peer.adopt_fence(_live_engine(peer)._dup_fence())
         elif peer.way is Way.PROC:
-            process = open_process(owner)
+            process = open_process(owner.process, owner.identity)
             try:
                 # To find out now what would be wrong at the first write; mapped only then.
                 os.close(open_memory(owner, memory, descriptor))
@@ -182,7 +183,7 @@ class ShmEngine(Engine):
         if isinstance(peer, ShmPeer) and self._knows(peer):
             await peer.fence_known.wait()
             if peer.fence is not None:
-                await _wait_readable(os.dup(peer.fence))
+                await peer.fence.wait()
                 return
         await trio.sleep_forever()  # it was dropped: nothing can be proven about it any more
 
@@ -275,14 +276,6 @@ def _live_engine(peer: ShmPeer) -> ShmEngine:
     if engine is None or engine.descriptor != peer.descriptor:
         raise DescriptorRefused(f"{peer.identity}: no engine of this process has this descriptor, or it was closed")
     return engine
-
-
-async def _wait_readable(fd: int) -> None:
-    """Take over a descriptor and wait for it; trio lets one task wait for each."""
-    try:
-        await trio.lowlevel.wait_readable(fd)
-    finally:
-        os.close(fd)
 
 
 def _close(fd: int | None) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 import os
 import secrets
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from .._errors import DescriptorRefused, EngineUnavailable
+from .._errors import DescriptorRefused
 from ..abc import Descriptor
-from . import _memfd, _syscalls
+from . import _memfd
+from ._process import Process, this_process
 
 _Id = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _Int = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -40,6 +40,11 @@ class Owner(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     uid: _Int
     nonce: _Id
     shared: bool
+
+    @property
+    def process(self) -> Process:
+        """The process that it names."""
+        return Process(self.boot.hex(), self.namespace, self.pid, self.started)
 
     @property
     def identity(self) -> str:
@@ -95,13 +100,10 @@ def describe_self(*, shared: bool) -> Owner:
     Raises:
         EngineUnavailable: not on Linux, or /proc is not there.
     """
-    try:
-        boot = bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
-        namespace = os.stat("/proc/self/ns/pid").st_ino
-        started = _start_time("self")
-    except OSError as error:
-        raise EngineUnavailable(f"shm needs Linux and its /proc: {error}") from error
-    return Owner(boot, namespace, os.getpid(), started, os.geteuid(), secrets.token_bytes(16), shared)
+    process = this_process()
+    boot = bytes.fromhex(process.boot)
+    nonce = secrets.token_bytes(16)
+    return Owner(boot, process.namespace, process.pid, process.started, os.geteuid(), nonce, shared)
 
 
 def choose_way(ours: Owner, theirs: Owner) -> Way:
@@ -118,7 +120,7 @@ def choose_way(ours: Owner, theirs: Owner) -> Way:
         raise DescriptorRefused(
             f"{theirs.identity} runs as uid {theirs.uid}, this process as uid {ours.uid}: run both as the same user"
         )
-    if (theirs.namespace, theirs.pid, theirs.started) == (ours.namespace, ours.pid, ours.started):
+    if theirs.process == ours.process:
         return Way.OWN_PROCESS
     if ours.shared and theirs.shared:
         return Way.SHARED
@@ -130,33 +132,6 @@ def choose_way(ours: Owner, theirs: Owner) -> Way:
         "pid namespace (--pid=host, or --pid=container:NAME), or mount one directory into both and set the shm option "
         "share_directory to it on both sides"
     )
-
-
-def open_process(owner: Owner) -> int | None:
-    """A pidfd of the owner, which is seen to be running; None where the system has no pidfds. The caller owns it.
-
-    Raises:
-        DescriptorRefused: the process has exited, or its pid belongs to another one now.
-    """
-    try:
-        pidfd = _syscalls.pidfd_open(owner.pid)
-    except ProcessLookupError as error:
-        raise DescriptorRefused(f"{owner.identity}: process {owner.pid} has exited") from error
-    except OSError:
-        pidfd = None
-    try:
-        # Read after the pidfd was opened: if the process is the right one now, the pidfd cannot be of a later one.
-        started = _start_time(str(owner.pid))
-    except OSError as error:
-        _close(pidfd)
-        raise DescriptorRefused(
-            f"{owner.identity}: /proc/{owner.pid} cannot be read ({error.strerror}): the process has exited, or /proc "
-            "is mounted with hidepid or for another pid namespace"
-        ) from error
-    if started != owner.started:
-        _close(pidfd)
-        raise DescriptorRefused(f"{owner.identity}: process {owner.pid} has exited and another one has its pid now")
-    return pidfd
 
 
 def open_memory(owner: Owner, memory: Memory, descriptor: Descriptor) -> int:
@@ -191,13 +166,3 @@ def open_memory(owner: Owner, memory: Memory, descriptor: Descriptor) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _start_time(pid: str) -> int:
-    # Field 22 of the line; the second one is the command in parentheses and may hold anything.
-    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
-
-
-def _close(fd: int | None) -> None:
-    if fd is not None:
-        os.close(fd)

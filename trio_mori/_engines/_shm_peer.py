@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 
 import trio
 
 from ..abc import Descriptor, EnginePeer
 from . import _memfd
+from ._fence import Fence
 from ._shm_owner import Memory, Owner, Way
 
 
@@ -17,7 +17,7 @@ class ShmPeer(EnginePeer):
 
     Attributes:
         buffer: The peer's pool, once mapped.
-        fence: Readable as soon as no byte of the peer can arrive: a pidfd, or the end of a pipe. None while unknown.
+        fence: Over as soon as no byte of the peer can arrive. None while unknown.
         fence_known: Set together with `fence`.
         learning: Around the task that learns the fence, where that takes one.
     """
@@ -28,10 +28,9 @@ class ShmPeer(EnginePeer):
         self.memory = memory
         self.way = way
         self.buffer: memoryview | None = None
-        self.fence: int | None = None
+        self.fence: Fence | None = None
         self.fence_known = trio.Event()
         self.learning = trio.CancelScope()
-        self._poll = select.poll()
 
     @property
     def identity(self) -> str:
@@ -42,15 +41,12 @@ class ShmPeer(EnginePeer):
         return self.memory.size
 
     def adopt_fence(self, fd: int | None) -> None:
-        """Take over a descriptor that becomes readable when the peer is fenced; closes one that is not needed."""
-        if fd is None:
-            return
-        if self.fence is not None:
+        """Take over a descriptor that becomes readable when the peer is over; closes one that is not needed."""
+        if fd is not None and self.fence is None:
+            self.fence = Fence(fd)
+            self.fence_known.set()
+        elif fd is not None:
             os.close(fd)
-            return
-        self.fence = fd
-        self._poll.register(fd, select.POLLIN)
-        self.fence_known.set()
 
     def map(self, memory: int) -> memoryview:
         """Take over the peer's memfd, which was checked, and map it."""
@@ -61,14 +57,13 @@ class ShmPeer(EnginePeer):
             os.close(memory)
 
     def is_fenced(self) -> bool:
-        """Whether the peer is over by now: 0.4 us, little enough to be asked before every write."""
-        return self.fence is not None and bool(self._poll.poll(0))
+        """Whether the peer is known to be over."""
+        return self.fence is not None and self.fence.is_over()
 
     def drop(self) -> None:
         """Let go of memory and fence. Writes and waiters under way have references of their own."""
         self.learning.cancel()
         self.buffer = None
         if self.fence is not None:
-            self._poll.unregister(self.fence)
-            os.close(self.fence)
+            self.fence.close()
             self.fence = None
