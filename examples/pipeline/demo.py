@@ -29,6 +29,7 @@ from examples.pipeline.messages import (
 )
 from examples.pipeline.report import Live
 
+QUIET = ("-W", "ignore:Failed to initialize NumPy")  # torch says so when it is imported; nothing here needs numpy
 ECHO_GRACE = (
     5.0  # seconds for a failed stage to be heard of after its neighbours said so: it closes its connector first
 )
@@ -179,7 +180,7 @@ async def start(nursery: trio.Nursery, role: str) -> trio.Process:
     """Start a stage process. It gets a process group of its own: Ctrl-C reaches this process only, which then ends
     the stages in order; when the nursery is cancelled they get SIGTERM, and SIGKILL five seconds later.
     """
-    command = [sys.executable, "-m", "examples.pipeline.process", role]
+    command = [sys.executable, *QUIET, "-m", "examples.pipeline.process", role]
     run = partial(
         trio.run_process,
         command,

@@ -138,11 +138,13 @@ def resample(samples: Tensor, rate: float, target: float) -> Tensor:
 
 def wav_bytes(samples: Tensor, rate: int) -> bytes:
     """A whole 16-bit mono WAV file of samples in [-1, 1]; what lies outside is clipped."""
-    pcm = (samples.double() * 32767).round().clamp(-32768, 32767).to(torch.int16)
+    pcm = bytearray(2 * samples.numel())
+    if pcm:
+        torch.frombuffer(pcm, dtype=torch.int16).copy_((samples.double() * 32767).round().clamp(-32768, 32767))
     file = BytesIO()
     with wave.open(file, "wb") as out:
         out.setnchannels(1)
         out.setsampwidth(2)
         out.setframerate(rate)
-        out.writeframes(pcm.numpy().tobytes())
+        out.writeframes(pcm)
     return file.getvalue()
