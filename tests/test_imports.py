@@ -189,6 +189,19 @@ def test_a_library_has_one_home(library: str, homes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.deterministic
+def test_sender_and_receiver_are_given_their_engine() -> None:
+    givers = (f"{PACKAGE}._engines", f"{PACKAGE}._connector", f"{PACKAGE}.testing")
+    takers = [
+        each
+        for each in ALL
+        if each.target.startswith(f"{PACKAGE}._engines")
+        and each.importer != PACKAGE
+        and not each.importer.startswith(givers)
+    ]
+    assert shown(takers) == []
+
+
+@pytest.mark.deterministic
 def test_the_adapters_use_public_names_only() -> None:
     private = [
         each
