@@ -1,7 +1,7 @@
 """How long a get takes: ours, and one of the stock connector's shape, in one run.
 
 Three processes: a sender of ours, a sender of the stock shape (a ROUTER socket polled by a thread, four worker
-threads, a queue back to the poller), and the receiver, which measures. In each round, in random order:
+threads, a queue back to the poller), and the receiver, which measures. Blocks of 50, of kinds in random order:
 
 * *waiting*: our `get` waits; the clock runs from the start of `put` until `get` has returned;
 * *present*: the payload was put before; the clock runs for our `get` alone;
@@ -34,22 +34,25 @@ import trio_mori
 KINDS = ["waiting", "present", "two round trips", "two round trips, our sender"]
 EDGE = ("0", "1")
 POOL = 64 << 20
-PAUSE = 0.002  # seconds before each measurement: caches are as cold as between the chunks of a stream
+BLOCK = 50  # measurements of one kind in a row
+PAUSE = 0.002  # seconds before each, as between the chunks of a stream
 
 
 async def send(size: int) -> None:
-    """The sending process: puts what its standard input asks for, at once or after a pause."""
+    """The sending process: puts a block of payloads for each line of its standard input."""
     torch.set_num_threads(1)
     payload = torch.zeros(size, dtype=torch.uint8)
+    stamp = payload[:8].view(torch.int64)
     config = {"role": "sender", "host": "127.0.0.1", "zmq_port": 0, "memory_pool_size": POOL, "stage_id": 0}
     async with trio_mori.open_connector(config) as connector:
         print(connector.get_connection_info()["zmq_port"], flush=True)
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
-            key, pause = line.split()
-            await trio.sleep(float(pause))
-            start = time.monotonic_ns()
-            await connector.put(*EDGE, key, payload)
-            print(start, flush=True)
+            block, pause = line.split()
+            for number in range(BLOCK):
+                await trio.sleep(float(pause))
+                stamp[0] = time.monotonic_ns()
+                await connector.put(*EDGE, f"{block}-{number}", payload)
+            print(flush=True)
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -77,30 +80,32 @@ async def receive(
             pool = mmap.mmap(file.fileno(), 0)
         ours_by_stock = StockShapedReceiver(port, descriptor.engine, descriptor.memory, buffer)
         stock = StockShapedReceiver(stock_port, b"", b"", memoryview(pool))
-        for number in range(rounds):
+        for number in range(rounds // BLOCK):
             for kind in random.sample(KINDS, len(KINDS)):
-                key = f"{KINDS.index(kind)}-{number}"
-                begin = time.monotonic_ns()
-                if kind == "two round trips":
-                    await trio.sleep(PAUSE)
-                    begin = time.monotonic_ns()
-                    stock.get(key)
-                elif kind == "waiting":
-                    sender.stdin.write(f"{key} {PAUSE}\n")
-                    await connector.get(*EDGE, key)
-                else:
-                    sender.stdin.write(f"{key} 0\n")
-                    sender.stdout.readline()
-                    await trio.sleep(PAUSE)
-                    begin = time.monotonic_ns()
-                    if kind == "present":
-                        await connector.get(*EDGE, key)
-                    else:
-                        ours_by_stock.get(f"{key}@{EDGE[0]}_{EDGE[1]}")
-                end = time.monotonic_ns()
+                block = f"{KINDS.index(kind)}-{number}"
                 if kind == "waiting":
-                    begin = int(sender.stdout.readline())
-                took[kind].append((end - begin) / 1000)
+                    sender.stdin.write(f"{block} {PAUSE}\n")
+                elif kind != "two round trips":
+                    sender.stdin.write(f"{block} 0\n")
+                    sender.stdout.readline()
+                for each in range(BLOCK):
+                    key = f"{block}-{each}"
+                    if kind != "waiting":
+                        await trio.sleep(PAUSE)
+                    begin = time.monotonic_ns()
+                    if kind == "two round trips":
+                        stock.get(key)
+                    elif kind == "two round trips, our sender":
+                        ours_by_stock.get(f"{key}@{EDGE[0]}_{EDGE[1]}")
+                    else:
+                        payload = await connector.get(*EDGE, key)
+                    end = time.monotonic_ns()
+                    if kind == "waiting":
+                        assert isinstance(payload, torch.Tensor)
+                        begin = int(payload[:8].view(torch.int64))
+                    took[kind].append((end - begin) / 1000)
+                if kind == "waiting":
+                    sender.stdout.readline()
     return took
 
 
@@ -108,7 +113,7 @@ def main() -> None:
     """Run it and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=64 << 10, help="bytes of a payload (64 KB)")
-    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=500, help="measurements of each kind")
     parser.add_argument("--json", type=Path, help="write every measurement there")
     parser.add_argument("--sender", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -100,6 +100,12 @@ class ConnectorConfig:
         OrNull(Integer(1, 65535), "until update_sender_info"), None, "Where a receiver dials."
     )
 
+    same_host_link: str = _key(
+        Choice(("auto", "off")),
+        "auto",
+        "Go over to a unix socket with peers of the same host and user. The ZMQ port stays the way to find each other.",
+    )
+
     # --- data plane ---
     backend_type: str = _key(
         _BACKENDS, "shm", "The engine that moves the bytes. `auto` takes the first that both peers can use."
@@ -118,6 +124,13 @@ class ConnectorConfig:
     qp_per_transfer: int = _key(_COUNT, 1, "Mori, rdma: queue pairs that one transfer uses.")
     post_batch_size: int = _key(Integer(1, _INT, also=(-1,)), -1, "Mori, rdma: requests per post; -1 lets Mori choose.")
     num_worker_threads: int = _key(_COUNT, 1, "Mori, rdma: threads that post transfers.")
+    poll_cq_mode: str = _key(
+        Choice(("polling", "event")),
+        "polling",
+        "Mori, rdma: how it waits for NICs; polling is Mori's default, and a core.",
+    )
+    chunk_bytes: int = _key(Integer(0, _INT), 0, "Mori, rdma: cut transfers into chunks of so many bytes; 0: do not.")
+    num_nics_per_transfer: int = _key(_COUNT, 1, "Mori, rdma: NICs that one transfer is spread over.")
     xgmi_num_streams: int = _key(_COUNT, 64, "Mori, xgmi: streams that copies are spread over.")
     xgmi_num_events: int = _key(_COUNT, 64, "Mori, xgmi: events that tell when copies have ended.")
 

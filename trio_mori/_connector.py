@@ -19,6 +19,7 @@ from ._endpoint import dialled_host
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
 from ._lease import Lease
+from ._payload_structs import type_name
 from ._pool import Pool
 from ._protocol import wire
 from ._protocol.extents import INBOUND, OUTBOUND, Extents
@@ -27,6 +28,7 @@ from ._receiver import Ask, Receiver
 from ._scope import open_service
 from ._sender import Sender
 from ._statistics import ConnectorStatistics, Receipt
+from ._unix import LOCAL_PREFIX, UnixListener, open_unix_listener
 from ._zmq import open_listener
 from .abc import Engine
 
@@ -54,6 +56,7 @@ class Connector:
         self._endpoint = endpoint
         self._source: Endpoint | None = config.sender_endpoint
         self._closed = False
+        self._drained = False
         self._errors = 0
 
     # --- put ----------------------------------------------------------------------------------------------
@@ -354,10 +357,17 @@ class Connector:
 
     # --- life ---------------------------------------------------------------------------------------------
 
-    async def _drain(self) -> None:
-        """End everything in order: waiting calls, destinations, writes. Called once, while the service still runs."""
+    def _stop(self) -> None:
+        """Refuse new calls, and tell each that waits. Idempotent."""
         self._closed = True
         self._pool.close()
+        self._receiver.stop()
+        if self._sender is not None:
+            self._sender.stop()
+
+    async def _drain(self) -> None:
+        """End everything in order: waiting calls, destinations, writes. Called once, while the service still runs."""
+        self._stop()
         deadline = trio.current_time() + self.config.close_grace
         quiet = await self._receiver.drain(deadline)
         if self._sender is not None:
@@ -365,6 +375,16 @@ class Connector:
         if not quiet:
             # A sender that went silent may still write into the pool: it must never be anything else.
             self._engine.abandon()
+        self._drained = True
+
+    async def _guard(self) -> None:
+        """End everything at once if the service ends without a drain, since it failed, or the drain took too long."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            if not self._drained:
+                self._stop()
+                self._engine.abandon()
 
 
 @asynccontextmanager
@@ -393,18 +413,29 @@ async def open_connector(
     """
     if not isinstance(config, ConnectorConfig):
         config = ConnectorConfig.from_dict(config)
+    types = {}
+    for each in payload_types:
+        if not isinstance(each, type):
+            raise TypeError(f"payload_types lists {each!r}, which is no type; give the classes themselves")
+        types[type_name(each)] = each
     async with AsyncExitStack() as stack:
-        if engine is None:
-            engine = await stack.enter_async_context(
-                open_engine(config.backend_type, pool_size=config.memory_pool_size, device=config.memory_pool_device)
-            )
         # In a thread: a name is looked up, which may take as long as the resolver likes.
         hosts = await trio.to_thread.run_sync(partial(resolve_host, config.host, advertise=config.advertise_host))
-        listener = None
+        if engine is None:
+            engine = await stack.enter_async_context(
+                open_engine(
+                    config.backend_type,
+                    pool_size=config.memory_pool_size,
+                    device=config.memory_pool_device,
+                    options=_engine_options(config, hosts.advertise),
+                )
+            )
+        listener = local = None
         endpoint = Endpoint(hosts.advertise, config.zmq_port)
         if config.role != "receiver":
             listener = await stack.enter_async_context(open_listener(hosts.bind, config.zmq_port))
             endpoint = Endpoint(hosts.advertise, listener.port)
+            local = await _open_local_link(stack) if config.same_host_link == "auto" else None
         pool = Pool(engine.region, Extents(engine.region.size, guarantees=_guarantees(config, engine.region.size)))
         deployment = wire.Deployment(socket.gethostname(), config.stage_id, config.rank, config.replica, config.digest)
         connector: Connector | None = None
@@ -421,18 +452,49 @@ async def open_connector(
                 pool=pool,
                 nursery=nursery,
                 deployment=deployment,
-                payload_types={f"{t.__module__}:{t.__qualname__}": t for t in payload_types},
+                payload_types=types,
             )
             nursery.start_soon(receiver.beat)
             sender = None
             if listener is not None:
-                sender = Sender(config, engine=engine, pool=pool, nursery=nursery, deployment=deployment)
+                name = "" if local is None else local.name
+                sender = Sender(config, engine=engine, pool=pool, nursery=nursery, deployment=deployment, local=name)
                 nursery.start_soon(sender.reception.serve, listener)
+                if local is not None:
+                    nursery.start_soon(sender.reception.serve, local)
                 nursery.start_soon(sender.sweep)
             connector = Connector(config, engine=engine, pool=pool, sender=sender, receiver=receiver, endpoint=endpoint)
+            nursery.start_soon(connector._guard)
             logger.info("connector open: %s, engine %s, pool %d bytes", endpoint, engine.name, pool.extents.size)
             yield connector
         logger.info("connector closed: %s", endpoint)
+
+
+async def _open_local_link(stack: AsyncExitStack) -> UnixListener | None:
+    """A listener for processes of this host; None where the system has no such sockets."""
+    try:
+        return await stack.enter_async_context(open_unix_listener(f"{LOCAL_PREFIX}{os.urandom(16).hex()}"))
+    except OSError as error:
+        logger.info("no unix sockets here (%s): peers on this host use the ZMQ port", error)
+        return None
+
+
+def _engine_options(config: ConnectorConfig, host: str) -> dict[str, object]:
+    if config.backend_type == "xgmi":
+        return {"xgmi_num_streams": config.xgmi_num_streams, "xgmi_num_events": config.xgmi_num_events}
+    if config.backend_type == "rdma":
+        chunking = {"enable_transfer_chunking": True, "chunk_bytes": config.chunk_bytes} if config.chunk_bytes else {}
+        return {
+            "host": host,
+            "rdma_devices": config.rdma_devices,
+            "qp_per_transfer": config.qp_per_transfer,
+            "post_batch_size": config.post_batch_size,
+            "num_worker_threads": config.num_worker_threads,
+            "poll_cq_mode": config.poll_cq_mode,
+            "num_nics_per_transfer": config.num_nics_per_transfer,
+            **chunking,
+        }
+    return {}
 
 
 def _guarantees(config: ConnectorConfig, size: int) -> dict[str, int]:

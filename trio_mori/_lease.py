@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from . import _payload
+from . import _payload, _stock_payload
 from ._buffer import ManagedBuffer
 
 
@@ -16,7 +16,7 @@ class Lease:
     Tensors taken from it alias the pool. They must be gone when the block ends: delete them or copy what is to stay.
     """
 
-    def __init__(self, buffer: ManagedBuffer, header: bytes, payload_types: Mapping[str, type]) -> None:
+    def __init__(self, buffer: ManagedBuffer, header: bytes | None, payload_types: Mapping[str, type]) -> None:
         self.buffer = buffer
         self._header = header
         self._payload_types = payload_types
@@ -40,5 +40,10 @@ class Lease:
         return self.buffer.as_tensor(dtype, shape)
 
     def value(self) -> object:
-        """The payload as `get` would return it, with its tensors as views of the pool; anything else is a copy."""
+        """The payload as `get` would return it, with its tensors as views of the pool; anything else is a copy.
+
+        What a stock sender encoded is copied all.
+        """
+        if self._header is None:
+            return _stock_payload.stock_decode(self.buffer.to_bytes())
         return _payload.restore(self._header, self.buffer.tensor, payload_types=self._payload_types, copy=False).value

@@ -6,6 +6,7 @@ import select
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 
 import attrs
 import trio
@@ -15,6 +16,10 @@ from .abc import Arrived, Disconnected, Link, LinkEvent
 
 # Messages that one `receive` returns at most: about 1 ms of work before other tasks run.
 MAX_BATCH = 256
+
+# A link that has sent nothing for so long is not in a burst: its next message leaves at once, which saves a tick of
+# 15 to 30 us. Bursts have their messages closer together than this.
+QUIET = 0.0005
 
 Message = Sequence[bytes] | Callable[[], Sequence[bytes] | None]
 
@@ -80,8 +85,9 @@ class QueuedLink(Link):
     """A link over one transport, or none while it is not connected.
 
     `send` queues, and the flusher task sends all that is queued one tick later: twice the throughput of sending each
-    message at once. `receive` reads the transport itself, so that nothing is ever between the two for a cancelled call
-    to lose. What does not come from the transport waits in `_events`, and goes first.
+    message at once. The first message after a pause has nothing to wait for, and leaves at once. `receive` reads the
+    transport itself, so that nothing is ever between the two for a cancelled call to lose. What does not come from the
+    transport waits in `_events`, and goes first.
     """
 
     def __init__(self) -> None:
@@ -93,13 +99,18 @@ class QueuedLink(Link):
         self._watched: Transport | None = None
         self._woken = True
         self._closed = False
+        self._flushed_at = -inf
         self._counts = LinkStatistics()
 
     def send(self, frames: Message, route: bytes = b"") -> None:
         self._check_open()
-        if not self._outbox:
-            self._flusher.unpark()
         self._outbox.append((frames, route))
+        if len(self._outbox) > 1:
+            return
+        if trio.current_time() - self._flushed_at > QUIET:
+            self._flush()
+        else:
+            self._flusher.unpark()
 
     async def receive(self) -> list[LinkEvent]:
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -150,6 +161,7 @@ class QueuedLink(Link):
             raise ConnectorClosed(f"the link {self.address} is closed")
 
     def _flush(self) -> None:
+        self._flushed_at = trio.current_time()
         while self._outbox:
             message, route = self._outbox.popleft()
             # Called even if it then cannot be sent: its owner takes the call as the sign that it may queue the next.

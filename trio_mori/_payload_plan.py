@@ -10,7 +10,7 @@ import attrs
 import msgspec
 import torch
 
-from ._errors import UnsupportedPayload
+from ._errors import RemoteProtocolError, UnsupportedPayload
 from ._payload_copy import Leaf, copy_leaves
 from ._payload_foreign import array_dtype, check_image, imported
 from ._payload_format import (
@@ -26,6 +26,7 @@ from ._payload_format import (
     FROZENSET,
     IMAGE,
     INLINE_HEADER,
+    ITEMS_PER_NODE,
     LIST,
     MAX_DEPTH,
     MAX_DIMS,
@@ -48,6 +49,7 @@ from ._payload_format import (
     encode_spilled,
     shown,
 )
+from ._payload_scan import bound_items
 from ._payload_structs import stock_order, struct_type, values_of
 
 # What msgpack holds as an integer.
@@ -104,9 +106,22 @@ def plan(data: object) -> Plan:
         )
     header = encode_header(planner.classes, skeleton)
     if len(header) > INLINE_HEADER:
+        _check_items(header)
         offset = planner.add(BYTES, header, len(header))
         header = encode_spilled(offset, len(header))
     return Plan(planner.size, header, is_raw, planner.leaves)
+
+
+def _check_items(header: bytes) -> None:
+    """A receiver refuses headers of too many items, which an object of many dimensions has more of than others."""
+    try:
+        bound_items(header, at=1, limit=ITEMS_PER_NODE * MAX_NODES)
+    except RemoteProtocolError as error:
+        raise UnsupportedPayload(
+            f"payload takes a description of {len(header)} bytes, which no receiver accepts: send fewer and larger "
+            "tensors or arrays",
+            path="payload",
+        ) from error
 
 
 class _Planner:
@@ -136,9 +151,7 @@ class _Planner:
 
     def describe(self, value: object, depth: int) -> object:
         """The skeleton of a value."""
-        self._nodes += 1
-        if self._nodes > MAX_NODES:
-            raise Refused(f"brings the payload to more than {MAX_NODES} values: send numbers as a tensor")
+        self._count()
         kind = type(value)
         simple = _SIMPLE.get(kind)
         if simple is not None:
@@ -151,6 +164,11 @@ class _Planner:
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         return self._other(value, depth + 1)
+
+    def _count(self) -> None:
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise Refused(f"brings the payload to more than {MAX_NODES} values: send numbers as a tensor")
 
     def tensor(self, value: torch.Tensor) -> list[object]:
         """A tensor. A Parameter arrives as a plain one, without gradient."""
@@ -204,11 +222,11 @@ class _Planner:
 
     def mapping(self, value: dict[object, object], depth: int) -> object:
         described: dict[str, object] = {}
+        if not set(map(type, value)) <= {str}:
+            return self.pairs(PAIRS, value, depth)
         try:
             for key, item in value.items():
-                if type(key) is not str:
-                    return self.pairs(PAIRS, value, depth)
-                described[_text(key)] = self.describe(item, depth)
+                described[_text(key)] = self.describe(item, depth)  # type: ignore[arg-type]
         except Refused as refusal:
             raise refusal.inside(f"[{shown(key)}]", value) from None
         return described
@@ -224,8 +242,11 @@ class _Planner:
         return result
 
     def _key(self, key: object, depth: int) -> object:
+        self._count()
         if type(key) is tuple:
-            return [TUPLE, *(self._key(each, depth) for each in key)]
+            if depth >= MAX_DEPTH:
+                raise Refused(f"is or has a key nested more than {MAX_DEPTH} deep: flatten it")
+            return [TUPLE, *(self._key(each, depth + 1) for each in key)]
         if type(key) is bytes:
             return key
         simple = _SIMPLE.get(type(key))

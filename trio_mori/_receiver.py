@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import torch
@@ -24,6 +24,7 @@ from ._errors import (
     PeerRestarted,
     TooBig,
     TransferFailed,
+    TrioMoriError,
 )
 from ._lease import Lease
 from ._pool import INLINE_COPY, Pool
@@ -41,6 +42,9 @@ logger = logging.getLogger("trio_mori.receiver")
 
 # A reason of `Interest.failure` beside those of the book.
 _CLOSED = 300
+
+# How long a close waits for senders to say that they have read everything. They answer within a round trip.
+FAREWELL = 0.25
 
 
 class Receiver:
@@ -82,11 +86,15 @@ class Receiver:
         """The payload of a full key, in memory of its own; waits until the sender has it."""
         while True:
             upstream = await self._ready_upstream(endpoint)
-            if upstream.stock is not None:
-                value, size = await upstream.stock.get(key, known)
-                self.traffic.count(edge_of(key), size)
-                return value
-            interest = upstream.parked.pop(key, None) or self.book.post(upstream.channel, key)
+            interest = upstream.parked.pop(key, None)
+            if interest is None and upstream.stock is not None:
+                fetched = await upstream.stock.get(key, known)
+                if fetched is None:
+                    continue  # another sender has taken its place
+                self.traffic.count(edge_of(key), fetched.size)
+                return fetched.value
+            if interest is None:
+                interest = self.book.post(upstream.channel, key)
             if await self._wait(interest):
                 return await self._take(interest)
 
@@ -98,14 +106,14 @@ class Receiver:
             NoRoom: it waits at the sender for room in this pool.
         """
         upstream = self._upstream(endpoint)
-        if upstream.stock is not None:
-            value, size = upstream.stock.get_nowait(key, known)
-            self.traffic.count(edge_of(key), size)
-            return value
-        if upstream.refusal is not None:
-            raise upstream.refusal
         interest = upstream.parked.get(key)
         if interest is None:
+            if upstream.refusal is not None:
+                raise upstream.refusal
+            if upstream.stock is not None:
+                fetched = upstream.stock.get_nowait(key, known)
+                self.traffic.count(edge_of(key), fetched.size)
+                return fetched.value
             interest = upstream.parked[key] = self.book.post(upstream.channel, key)
             self.flush()
         if interest.state is State.OFFERED:
@@ -122,7 +130,7 @@ class Receiver:
         self._check(interest)
         self.book.take(interest)
         try:
-            value = self._restore(interest)
+            value = self._restore(interest, self._source(interest))
         except BaseException:
             self._give_back(interest)
             raise
@@ -137,6 +145,8 @@ class Receiver:
         """
         upstream = self._upstream(endpoint)
         if upstream.stock is not None:
+            if epoch is not None:
+                raise _replaced(key, endpoint)
             return Ask(self, endpoint, key, None)
         if upstream.refusal is not None:
             raise upstream.refusal
@@ -146,19 +156,22 @@ class Receiver:
 
     async def _take(self, interest: Interest) -> object:
         self.book.take(interest)
+        source = self._source(interest)
         try:
             if interest.size <= INLINE_COPY:
-                value = self._restore(interest)
+                value = self._restore(interest, source)
             else:
-                value = await trio.to_thread.run_sync(self._restore, interest)
+                value = await trio.to_thread.run_sync(self._restore, interest, source)
         except BaseException:
             self._give_back(interest)
             raise
+        if interest.state is not State.TAKEN:
+            raise ConnectorClosed(f"the connector was closed before get had copied {interest.key!r}")
         self._finish(interest)
         return value
 
-    def _restore(self, interest: Interest) -> object:
-        return _payload.restore(interest.header, self._source(interest), payload_types=self._payload_types).value
+    def _restore(self, interest: Interest, source: torch.Tensor) -> object:
+        return _payload.restore(interest.header, source, payload_types=self._payload_types).value
 
     def _source(self, interest: Interest) -> torch.Tensor:
         if interest.extent is None:
@@ -170,6 +183,7 @@ class Receiver:
         extent = self.book.acknowledge(interest)
         if extent is not None:
             self.book.release(extent)
+        self.note_progress()
         self.flush()
 
     @asynccontextmanager
@@ -182,12 +196,17 @@ class Receiver:
     async def _lease(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> Lease:
         while True:
             upstream = await self._ready_upstream(endpoint)
-            if upstream.stock is not None:
-                buffer = await upstream.stock.lease(key, known)
-                self.traffic.count(edge_of(key), buffer.size)
-                header = _payload.plan(torch.empty(buffer.size, dtype=torch.uint8)).header
-                return Lease(buffer, header, self._payload_types)
-            interest = upstream.parked.pop(key, None) or self.book.post(upstream.channel, key)
+            interest = upstream.parked.pop(key, None)
+            if interest is None and upstream.stock is not None:
+                leased = await upstream.stock.lease(key, known)
+                if leased is None:
+                    continue
+                size = leased.buffer.size
+                self.traffic.count(edge_of(key), size)
+                header = _payload.plan(torch.empty(size, dtype=torch.uint8)).header if leased.is_raw else None
+                return Lease(leased.buffer, header, self._payload_types)
+            if interest is None:
+                interest = self.book.post(upstream.channel, key)
             if await self._wait(interest):
                 break
         self.book.take(interest)
@@ -195,7 +214,7 @@ class Receiver:
         if interest.extent is None:  # a payload without tensors; a buffer wants memory all the same
             try:
                 interest.extent = self._pool.reserve_nowait(1, INBOUND)
-            except NoRoom:
+            except TrioMoriError:
                 self._give_back(interest)
                 raise
         extent = self.book.acknowledge(interest)
@@ -282,12 +301,17 @@ class Receiver:
 
     def cancel(self, name: str, edge: str | None) -> int:
         """Give up what `get_nowait` asked for under a key or of a request; the payloads stay at their senders."""
+
+        def is_meant(key: str) -> bool:
+            return name in names_of(key) and (edge is None or edge_of(key) == edge)
+
         count = 0
         for upstream in self.upstreams.values():
-            for key in list(upstream.parked):
-                if name in names_of(key) and (edge is None or edge_of(key) == edge):
-                    self.book.give_back(upstream.parked.pop(key))
-                    count += 1
+            for key in filter(is_meant, list(upstream.parked)):
+                self.book.give_back(upstream.parked.pop(key))
+                count += 1
+            if upstream.stock is not None:
+                count += upstream.stock.cancel(is_meant)
         self.flush()
         return count
 
@@ -349,14 +373,17 @@ class Receiver:
     async def _ready_upstream(self, endpoint: Endpoint) -> Upstream:
         """A sender of which it is known what it speaks."""
         upstream = self._upstream(endpoint)
-        if not upstream.dialect.is_set():
-            await upstream.dialect.wait()
-        if self._closing:
-            raise ConnectorClosed(f"the connector was closed while get waited for the sender {endpoint.address}")
-        if upstream.refusal is not None:
-            await trio.lowlevel.checkpoint()
-            raise upstream.refusal
-        return upstream
+        while True:
+            dialect = upstream.dialect
+            if not dialect.known.is_set():
+                await dialect.known.wait()
+            if self._closing:
+                raise ConnectorClosed(f"the connector was closed while get waited for the sender {endpoint.address}")
+            if dialect.refusal is not None:
+                await trio.lowlevel.checkpoint()
+                raise dialect.refusal
+            if dialect is upstream.dialect:
+                return upstream
 
     def stock_sender(self, endpoint: Endpoint) -> StockSender:
         """How a stock sender at an endpoint is asked."""
@@ -369,6 +396,7 @@ class Receiver:
             book=self.book,
             nursery=self.nursery,
             buffer=self.buffer,
+            note_progress=self.note_progress,
         )
 
     async def beat(self) -> None:
@@ -382,23 +410,41 @@ class Receiver:
 
     # --- closing ------------------------------------------------------------------------------------------
 
-    async def drain(self, deadline: float) -> bool:
-        """End all waiting, and get every destination back. False: a sender may still write into the pool."""
+    def stop(self) -> None:
+        """End all waiting: each call is told that the connector is closed. Idempotent."""
         self._closing = True
         for upstream in self.upstreams.values():
-            upstream.dialect.set()
+            upstream.stop()
             self.book.fail_all(upstream.channel, _CLOSED, "")
             for interest in list(upstream.channel.interests.values()):
-                self.book.give_back(interest)
+                if interest.state is State.ARRIVED:
+                    self.book.refuse(interest, _CLOSED)
         self.flush()
-        with trio.CancelScope(deadline=deadline):
-            while self.book.quarantined:
-                self._settled = trio.Event()
-                await self._settled.wait()
+
+    async def drain(self, deadline: float) -> bool:
+        """End all waiting, and get every destination back. False: a sender may still write into the pool."""
+        self.stop()
+        await self._wait_until(lambda: not self.book.touched, deadline)
+        for upstream in self.upstreams.values():
+            for interest in list(upstream.channel.interests.values()):
+                if interest.state is State.TAKEN:  # its copy has not ended: it stays with the sender
+                    self.book.give_back(interest)
+            self.book.heartbeat(upstream.channel)
+        self.flush()
+        # Whoever has answered a heartbeat has read what was acknowledged before it, and will not deliver that again.
+        await self._wait_until(
+            lambda: all(u.has_heard for u in self.upstreams.values()), trio.current_time() + FAREWELL
+        )
         for upstream in self.upstreams.values():
             upstream.say_goodbye()
         await trio.lowlevel.checkpoint()
-        return not self.book.quarantined
+        return not self.book.touched
+
+    async def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
+        with trio.CancelScope(deadline=deadline):
+            while not condition():
+                self._settled = trio.Event()
+                await self._settled.wait()
 
 
 class Ask:
@@ -418,12 +464,23 @@ class Ask:
     async def receive(self) -> object:
         """The payload, in memory of its own. If this is cancelled or fails, it was given back."""
         interest, receiver = self._interest, self._receiver
-        if interest is not None and await receiver._wait(interest):
-            self.epoch = interest.epoch
-            return await receiver._take(interest)
+        if interest is not None:
+            bound = interest.epoch is not None
+            if await receiver._wait(interest):
+                self.epoch = interest.epoch
+                return await receiver._take(interest)
+            if bound:
+                raise _replaced(self._key, self._endpoint)
         return await receiver.get(self._endpoint, self._key, {})
 
     def give_back(self) -> None:
         """It is not wanted any more; it stays with the sender."""
         if self._interest is not None:
             self._receiver._give_back(self._interest)
+
+
+def _replaced(key: str, endpoint: Endpoint) -> PeerRestarted:
+    return PeerRestarted(
+        f"{key!r} will not come from the sender {endpoint.address}: a stock sender took its place",
+        peer=endpoint.address,
+    )

@@ -10,7 +10,7 @@ import trio
 
 from . import _payload, _stock_payload
 from ._config import ConnectorConfig
-from ._errors import DescriptorRefused, NoRoom, RemoteProtocolError, TooBig, UnsupportedPayload
+from ._errors import ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError, TooBig, UnsupportedPayload
 from ._offers import find_offer, offer_of
 from ._pool import Pool
 from ._protocol import wire
@@ -68,8 +68,14 @@ class Reception:
         pool: Pool,
         nursery: trio.Nursery,
         deployment: wire.Deployment,
+        local: str,
     ) -> None:
+        """
+        Args:
+            local: Name of the link for processes of this host; empty: there is none.
+        """
         self.malformed = 0
+        self._local = local
         self._sender = sender
         self._book = sender.book
         self._config = config
@@ -176,6 +182,7 @@ class Reception:
                     self._sender.epoch,
                     self._config.max_fetches_per_peer,
                     self._engine.name,
+                    self._local,
                     [offer_of(self._engine)],
                     self._deployment,
                 )
@@ -194,7 +201,9 @@ class Reception:
             return self._engine.add_peer(theirs)
         except DescriptorRefused as error:
             self._mismatch(link, route, hello, str(error))
-            return None
+        except ConnectorClosed:
+            pass  # the engine ends: no answer, and soon no sender
+        return None
 
     def _mismatch(self, link: Link, route: bytes, hello: wire.Hello, detail: str) -> None:
         logger.warning("receiver %s refused: %s", hello.session.hex(), detail)
@@ -219,6 +228,10 @@ class Reception:
             self.malformed += 1
             logger.debug("malformed request from route %s: %s", event.route.hex(), error)
             link.send(wire.encode_stock_answer(wire.TRANSFER_ERROR), event.route)
+            return
+        if self._sender.closing:  # it is over: there is nothing any more, and no room to make it in
+            closed = wire.NOT_FOUND if isinstance(request, wire.StockQuery) else wire.TRANSFER_ERROR
+            link.send(wire.encode_stock_answer(closed), event.route)
             return
         caller, entry = self._book.begin_request(event.route, request.request_id)
         size = None if entry is None else self._stock_size(entry)

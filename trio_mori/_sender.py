@@ -44,6 +44,7 @@ class Sender:
         pool: Pool,
         nursery: trio.Nursery,
         deployment: wire.Deployment,
+        local: str,
     ) -> None:
         self.epoch = os.urandom(16)
         self.traffic = Traffic()
@@ -67,7 +68,7 @@ class Sender:
         self._nap = trio.CancelScope()
         self._asleep_until = inf
         self.reception = Reception(
-            self, config=config, engine=engine, pool=pool, nursery=nursery, deployment=deployment
+            self, config=config, engine=engine, pool=pool, nursery=nursery, deployment=deployment, local=local
         )
 
     # --- puts ---------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ class Sender:
 
         def compose() -> list[bytes] | None:
             receiver.composing = False
-            if not session.outgoing:
+            if not session.outgoing or session.handle is not receiver:  # it went over to another link
                 return None
             messages, session.outgoing = session.outgoing, []
             return wire.encode(wire.Replies(session.token, session.generation, self.epoch, messages))
@@ -228,10 +229,14 @@ class Sender:
 
     # --- closing ------------------------------------------------------------------------------------------
 
-    async def drain(self, deadline: float) -> bool:
-        """Wait for the writes under way, then tell the receivers. False: writes have not ended."""
+    def stop(self) -> None:
+        """Publish nothing and begin no write from now on. Idempotent."""
         self.closing = True
         self.book.stop()
+
+    async def drain(self, deadline: float) -> bool:
+        """Wait for the writes under way, then tell the receivers. False: writes have not ended."""
+        self.stop()
         await self._wait_until(lambda: not self.book.tickets, deadline)
         ended = not self.book.tickets
         if not ended:

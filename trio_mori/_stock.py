@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import attrs
@@ -18,7 +18,7 @@ from ._protocol import wire
 from ._protocol.extents import INBOUND, Extent
 from ._protocol.inbox import Inbox
 from ._zmq import open_dialler
-from .abc import Arrived, Connected, Disconnected, Engine, Link
+from .abc import Arrived, Connected, Engine, Link
 
 logger = logging.getLogger("trio_mori.receiver")
 
@@ -40,57 +40,83 @@ class _Socket:
 
     Attributes:
         over: Set to let its task end; the connection is closed then.
-        late: A pull was given up: it is kept to hear the answer, and for nothing else.
+        doubted: Where a pull that was given up may still be written to. The connection is kept to hear its answer, and
+            for nothing else.
     """
 
     link: Link
     over: trio.Event = attrs.field(factory=trio.Event)
     connected: bool = False
-    late: bool = False
+    asked: bool = False
+    doubted: Extent | None = None
 
     async def ask(self, request: wire.StockQuery | wire.StockPull) -> bytes | wire.StockFound:
-        """Send a request and wait for its answer.
+        """Send a request and wait for its answer. `asked` says whether it was sent.
 
         Raises:
             PeerLost: the connection broke before the answer came.
         """
+        self.asked = False
         while not self.connected:
-            self._notice(await self.link.receive())
+            for event in await self.link.receive():
+                self.connected = isinstance(event, Connected)
         self.link.send(wire.encode_stock_request(request))
+        self.asked = True
         return await self.answer()
 
     async def answer(self) -> bytes | wire.StockFound:
         """Wait for the answer to the request that is under way."""
         while True:
-            frames = self._notice(await self.link.receive())
+            frames, broke = None, False
+            for event in await self.link.receive():
+                if isinstance(event, Arrived):
+                    frames = event.frames
+                else:
+                    self.connected = isinstance(event, Connected)
+                    broke = broke or not self.connected
             if frames is not None:
                 return wire.decode_stock_answer(frames)
-            if not self.connected:
+            if broke:
                 raise PeerLost(f"the connection to {self.link.address} broke", peer=self.link.address)
 
-    def _notice(self, events: Sequence[Arrived | Connected | Disconnected]) -> Sequence[bytes] | None:
-        frames = None
-        for event in events:
-            if isinstance(event, Arrived):
-                frames = event.frames
-            else:
-                self.connected = isinstance(event, Connected)
-        return frames
+
+@attrs.frozen
+class _Arrival:
+    """A payload in our pool."""
+
+    extent: Extent
+    size: int
+    is_raw: bool
 
 
 @attrs.define(eq=False)
 class _Attempt:
     """What `get_nowait` set in motion for one key."""
 
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     over: bool = False
-    extent: Extent | None = None
-    size: int = 0
-    is_raw: bool = False
+    arrival: _Arrival | None = None
     error: TrioMoriError | None = None
 
 
+@attrs.frozen
+class Fetched:
+    """What a get of a stock sender brings: a ManagedBuffer if it is raw, for dtype and shape do not travel here."""
+
+    value: object
+    size: int
+
+
+@attrs.frozen
+class Leased:
+    """The bytes of a payload where they arrived."""
+
+    buffer: ManagedBuffer
+    is_raw: bool
+
+
 class StockSender:
-    """One stock sender, asked through a small bounded set of sockets."""
+    """One stock sender, asked through a small bounded set of sockets, until it is retired."""
 
     def __init__(
         self,
@@ -103,7 +129,9 @@ class StockSender:
         book: Inbox,
         nursery: trio.Nursery,
         buffer: Callable[[Extent, int], ManagedBuffer],
+        note_progress: Callable[[], None],
     ) -> None:
+        self._name = f"the stock sender {host}:{port}"
         self._host = host
         self._port = port
         self._config = config
@@ -112,70 +140,107 @@ class StockSender:
         self._book = book
         self._nursery = nursery
         self._buffer = buffer
+        self._note_progress = note_progress
         self._limit = trio.CapacityLimiter(SOCKETS)
         self._idle: list[_Socket] = []
+        self._asking: dict[trio.CancelScope, None] = {}
         self._attempts: dict[str, _Attempt] = {}
+        self._retired = False
 
     # --- gets ---------------------------------------------------------------------------------------------
 
-    async def get(self, key: str, known: Mapping[str, object]) -> tuple[object, int]:
-        """The payload and its size: a ManagedBuffer if it is raw, for dtype and shape do not travel here."""
-        extent, size, is_raw = await self._fetch(key, known)
-        return self._value(extent, size, is_raw), size
+    async def get(self, key: str, known: Mapping[str, object]) -> Fetched | None:
+        """The payload; None when this was retired meanwhile."""
+        arrival = await self._fetch(key, known)
+        return None if arrival is None else self._fetched(arrival)
 
-    async def lease(self, key: str, known: Mapping[str, object]) -> ManagedBuffer:
-        """The bytes where they arrived."""
-        extent, size, _ = await self._fetch(key, known)
-        return self._buffer(extent, size)
+    async def lease(self, key: str, known: Mapping[str, object]) -> Leased | None:
+        """The payload where it arrived; None when this was retired meanwhile."""
+        arrival = await self._fetch(key, known)
+        return None if arrival is None else Leased(self._buffer(arrival.extent, arrival.size), arrival.is_raw)
 
-    def get_nowait(self, key: str, known: Mapping[str, object]) -> tuple[object, int]:
+    def get_nowait(self, key: str, known: Mapping[str, object]) -> Fetched:
         """The payload if an attempt that was begun by an earlier call has brought it; else begin one.
 
         Raises:
             NotReady: not yet.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or (attempt.over and attempt.extent is None and attempt.error is None):
+        if attempt is None or (attempt.over and attempt.arrival is None and attempt.error is None):
             attempt = self._attempts[key] = _Attempt()
             self._nursery.start_soon(self._attempt, attempt, key, known)
         if not attempt.over:
-            raise NotReady(f"{key!r} has not come from the stock sender {self._host}:{self._port} yet")
+            raise NotReady(f"{key!r} has not come from {self._name} yet")
         del self._attempts[key]
         if attempt.error is not None:
             raise attempt.error
-        assert attempt.extent is not None
-        return self._value(attempt.extent, attempt.size, attempt.is_raw), attempt.size
+        assert attempt.arrival is not None
+        return self._fetched(attempt.arrival)
 
     async def _attempt(self, attempt: _Attempt, key: str, known: Mapping[str, object]) -> None:
         try:
-            async with self._socket() as socket:
-                found = await self._find(socket, key, known)
-                if found is not None:
-                    attempt.size, attempt.is_raw = found.data_size, found.is_fast_path
-                    attempt.extent = await self._pull(socket, key, attempt.size)
+            with attempt.scope:
+                attempt.arrival = await self._try(key, known)
         except TrioMoriError as error:
             attempt.error = error
-        finally:
-            attempt.over = True
+        attempt.over = True
+        if attempt.arrival is not None and self._attempts.get(key) is not attempt:
+            self._book.release(attempt.arrival.extent)  # it was cancelled when it had come already
 
-    def _value(self, extent: Extent, size: int, is_raw: bool) -> object:
-        if is_raw:
-            return self._buffer(extent, size)
-        with self._buffer(extent, size) as buffer:
-            return _stock_payload.stock_decode(buffer.to_bytes())
+    def cancel(self, is_meant: Callable[[str], bool]) -> int:
+        """Give up what `get_nowait` began for these keys; returns for how many. What has come already is lost."""
+        keys = list(filter(is_meant, self._attempts))
+        for key in keys:
+            self._drop(self._attempts.pop(key))
+        return len(keys)
 
-    async def _fetch(self, key: str, known: Mapping[str, object]) -> tuple[Extent, int, bool]:
+    def _drop(self, attempt: _Attempt) -> None:
+        attempt.scope.cancel()
+        if attempt.arrival is not None:
+            self._book.release(attempt.arrival.extent)
+
+    def retire(self) -> None:
+        """Ask nothing any more, and let whoever waits know. Idempotent."""
+        self._retired = True
+        for scope in self._asking:
+            scope.cancel()
+        self.cancel(lambda _: True)
+        while self._idle:
+            self._idle.pop().over.set()
+
+    def _fetched(self, arrival: _Arrival) -> Fetched:
+        buffer = self._buffer(arrival.extent, arrival.size)
+        if arrival.is_raw:
+            return Fetched(buffer, arrival.size)
+        with buffer:
+            return Fetched(_stock_payload.stock_decode(buffer.to_bytes()), arrival.size)
+
+    async def _fetch(self, key: str, known: Mapping[str, object]) -> _Arrival | None:
         pause = FIRST_PAUSE
-        while True:
-            async with self._socket() as socket:
-                found = await self._find(socket, key, known)
-                if found is not None:
-                    extent = await self._pull(socket, key, found.data_size)
-                    return extent, found.data_size, found.is_fast_path
-            await trio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+        with trio.CancelScope() as scope:
+            self._asking[scope] = None
+            try:
+                while not self._retired:
+                    arrival = await self._try(key, known)
+                    if arrival is not None:
+                        return arrival
+                    await trio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+            finally:
+                del self._asking[scope]
+        return None
 
     # --- requests -----------------------------------------------------------------------------------------
+
+    async def _try(self, key: str, known: Mapping[str, object]) -> _Arrival | None:
+        """Ask for a payload once. None: it is not there, or there was no answer."""
+        self._book.check_quarantine(key)
+        async with self._socket() as socket:
+            found = await self._find(socket, key, known)
+            if found is None:
+                return None
+            extent = await self._pull(socket, key, found.data_size)
+            return _Arrival(extent, found.data_size, found.is_fast_path)
 
     async def _find(self, socket: _Socket, key: str, known: Mapping[str, object]) -> wire.StockFound | None:
         """The size of a payload, from put's metadata or by a query; None if the sender does not have it."""
@@ -192,7 +257,7 @@ class StockSender:
         if limit.cancelled_caught:
             socket.over.set()  # a late answer must never be taken for that to a newer request
         if isinstance(answer, wire.StockFound) and answer.data_size == 0:
-            raise RemoteProtocolError(f"the stock sender {self._host}:{self._port} says that {key!r} has 0 bytes")
+            raise RemoteProtocolError(f"{self._name} says that {key!r} has 0 bytes")
         return answer if isinstance(answer, wire.StockFound) else None
 
     async def _pull(self, socket: _Socket, key: str, size: int) -> Extent:
@@ -200,41 +265,35 @@ class StockSender:
         extent = await self._pool.reserve(size, INBOUND)
         descriptor = self._engine.descriptor
         request = wire.StockPull(key, descriptor.engine, descriptor.memory, extent.offset, size)
-        self._book.expose(extent)
+        seconds = self._config.transfer_timeout(size)
         answer: bytes | wire.StockFound | None = None
+        self._book.expose(extent)
         try:
-            with trio.move_on_after(self._config.transfer_timeout(size)):
+            with trio.move_on_after(seconds):
                 answer = await socket.ask(request)
-        except RemoteProtocolError:
-            pass
         finally:
-            if answer is None:
-                # It may still write. The socket is kept, for the late answer is the only evidence that it has ended.
+            if answer is None and socket.asked:
+                # It may still write. The late answer is the only evidence that it has ended.
                 self._book.doubt(extent)
-                socket.late = True
-                self._nursery.start_soon(self._await_late_answer, socket, extent)
+                socket.doubted = extent
+                socket.over.set()
+            else:
+                self._settle(extent, lease=answer == wire.TRANSFER_DONE)
         if answer is None:
+            held = f"{size} bytes of the pool are in quarantine until it comes" if socket.asked else "it was not asked"
             raise TransferFailed(
-                f"pull of {key!r} from the stock sender {self._host}:{self._port}: no answer within "
-                f"{self._config.transfer_timeout(size):g} s; {size} bytes of the pool are in quarantine until it comes",
-                settled=False,
+                f"pull of {key!r} from {self._name}: no answer within {seconds:g} s; {held}", settled=not socket.asked
             )
-        self._book.settle(extent, lease=answer == wire.TRANSFER_DONE)
         if answer != wire.TRANSFER_DONE:
             raise TransferFailed(
-                f"pull of {key!r} refused by the stock sender {self._host}:{self._port} (trans_error): it has not "
-                f"{size} bytes under that key, or its engine failed; the payload, if there is one, stays there"
+                f"pull of {key!r} refused by {self._name} (trans_error): it has not {size} bytes under that key, or "
+                "its engine failed; the payload, if there is one, stays there"
             )
         return extent
 
-    async def _await_late_answer(self, socket: _Socket, extent: Extent) -> None:
-        try:
-            await socket.answer()
-        except (PeerLost, RemoteProtocolError):
-            return  # no evidence will ever come: the memory stays out of use
-        finally:
-            socket.over.set()
-        self._book.settle(extent, lease=False)
+    def _settle(self, extent: Extent, *, lease: bool) -> None:
+        self._book.settle(extent, lease=lease)
+        self._note_progress()
 
     # --- sockets ------------------------------------------------------------------------------------------
 
@@ -247,9 +306,9 @@ class StockSender:
                 yield socket
                 whole = not socket.over.is_set()
             finally:
-                if whole:
+                if whole and not self._retired:
                     self._idle.append(socket)
-                elif not socket.late:
+                else:
                     socket.over.set()
 
     async def _connection(self, *, task_status: trio.TaskStatus[_Socket]) -> None:
@@ -257,3 +316,10 @@ class StockSender:
             socket = _Socket(link)
             task_status.started(socket)
             await socket.over.wait()
+            if socket.doubted is None:
+                return
+            try:
+                await socket.answer()
+            except (PeerLost, RemoteProtocolError):
+                return  # no evidence will ever come: the memory stays out of use
+            self._settle(socket.doubted, lease=False)

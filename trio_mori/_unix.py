@@ -34,6 +34,9 @@ PACKET = 64 << 10
 MAX_FRAMES = 8
 MAX_BYTES = 4 << 20
 
+# How the names of senders begin: nothing else is dialled because a peer said so.
+LOCAL_PREFIX = "trio-mori-"
+
 # Connections that wait to be accepted.
 _BACKLOG = 128
 

@@ -7,15 +7,24 @@ import os
 from math import inf
 from typing import Protocol
 
+import attrs
 import trio
 
 from ._config import ConnectorConfig, Endpoint
-from ._errors import ConnectorClosed, DescriptorRefused, EngineMismatch, RemoteProtocolError, TrioMoriError
+from ._errors import (
+    ConnectorClosed,
+    DescriptorRefused,
+    EngineMismatch,
+    PeerLost,
+    RemoteProtocolError,
+    TrioMoriError,
+)
 from ._offers import find_offer, offer_of
 from ._protocol import inbox as book
 from ._protocol import wire
 from ._protocol.inbox import Channel, Inbox, Interest
 from ._stock import StockSender
+from ._unix import LOCAL_PREFIX, open_unix_dialler
 from ._zmq import open_dialler
 from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Link
 
@@ -44,14 +53,26 @@ class Surroundings(Protocol):
         """How a stock sender is asked."""
 
 
+@attrs.define(eq=False)
+class Dialect:
+    """What is found out about a peer, once per time that it has to be.
+
+    Attributes:
+        known: Set when it is known what the peer speaks, or that it is of no use.
+        refusal: Why it is of no use.
+    """
+
+    known: trio.Event = attrs.field(factory=trio.Event)
+    refusal: TrioMoriError | None = None
+
+
 class Upstream:
     """Keeps one connection to one sender, from `talk` until that is cancelled.
 
     Attributes:
         channel: The book that is kept of it.
-        dialect: Set when it is known what the peer speaks, or that it is of no use; replaced on a reconnect.
+        dialect: Of the present connection, or of the next one; replaced when it has to be found out again.
         stock: How it is asked if it is a stock sender.
-        refusal: Why it cannot be used, until the next connection.
         parked: What `get_nowait` asked for and nobody has taken yet, by key.
         malformed: Messages that could not be understood.
         timeouts: How often it was given up.
@@ -60,24 +81,26 @@ class Upstream:
     def __init__(self, endpoint: Endpoint, channel: Channel, surroundings: Surroundings) -> None:
         self.endpoint = endpoint
         self.channel = channel
-        self.dialect = trio.Event()
+        self.dialect = Dialect()
         self.stock: StockSender | None = None
-        self.refusal: TrioMoriError | None = None
         self.parked: dict[str, Interest] = {}
         self.malformed = 0
         self.timeouts = 0
         self._around = surroundings
-        self._link: Link | None = None
-        self._connected = False
+        self._remote: Link | None = None
+        self._connected = False  # the remote link
+        self._local: Link | None = None
+        self._tried: set[str] = set()
         self._composing = False
         self._last_heard = inf
+        self._pulse = 0  # number of the last heartbeat that was answered
 
     # --- the connection -----------------------------------------------------------------------------------
 
     async def talk(self) -> None:
         """Dial, listen, and dial again, until cancelled."""
         async with open_dialler(self.endpoint.host, self.endpoint.port) as link:
-            self._link = link
+            self._remote = link
             try:
                 while True:
                     for event in await link.receive():
@@ -85,12 +108,52 @@ class Upstream:
                             self._on_arrival(event)
                         elif isinstance(event, Connected):
                             self._connected = True
-                            self._say_hello(self.channel.generation + 1)
+                            if self._local is None:
+                                self._say_hello(self.channel.generation + 1)
                         elif isinstance(event, Disconnected):
-                            self._on_disconnected()
+                            self._connected = False
+                            if self._local is None:
+                                self._on_disconnected()
                     self._around.flush()
             finally:
-                self._link = None  # whoever gives something back from now on has nobody to tell
+                self._remote = None  # whoever gives something back from now on has nobody to tell
+
+    async def _talk_locally(self, name: str) -> None:
+        """Go over to the link for one host, for as long as it lasts.
+
+        To the sender this is a new connection of the same session, so that whatever is open is said once more. When it
+        ends, the session goes back to the remote link.
+        """
+        try:
+            async with open_unix_dialler(name) as link:
+                self._local = link
+                try:
+                    await self._follow(link)
+                finally:
+                    self._local = None
+        except PeerLost as error:
+            logger.debug("the sender %s stays on its remote link: %s", self.endpoint.address, error)
+            return
+        self._on_disconnected()
+        if self._connected:
+            self._say_hello(self.channel.generation + 1)
+        self._around.flush()
+
+    async def _follow(self, link: Link) -> None:
+        while True:
+            for event in await link.receive():
+                if isinstance(event, Arrived):
+                    self._on_arrival(event)
+                elif isinstance(event, Connected):
+                    self._say_hello(self.channel.generation + 1)
+                elif isinstance(event, Disconnected):
+                    return
+            self._around.flush()
+
+    @property
+    def _link(self) -> Link | None:
+        """The link on which things are said now."""
+        return self._remote if self._local is None else self._local
 
     def compose_later(self) -> None:
         """Have everything that is said until this tick ends leave as one message."""
@@ -107,6 +170,11 @@ class Upstream:
         messages, channel.outgoing = channel.outgoing, []
         return wire.encode(wire.Requests(channel.token, channel.generation, channel.epoch, messages))
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether the sender has read all that was said up to the last heartbeat; also if it is not there to do so."""
+        return not self.channel.up or self._pulse >= self.channel.sequence
+
     def say_goodbye(self) -> None:
         """Let the sender forget this session; everything was given back before."""
         channel = self.channel
@@ -115,12 +183,27 @@ class Upstream:
             channel.outgoing.clear()
             self._link.send(wire.encode(farewell))
 
+    @property
+    def refusal(self) -> TrioMoriError | None:
+        """Why it cannot be used, until the next connection."""
+        return self.dialect.refusal
+
+    def stop(self) -> None:
+        """Nothing is asked any more: whoever waits to learn what the peer speaks, or for a stock sender, looks up."""
+        self.dialect.known.set()
+        if self.stock is not None:
+            self.stock.retire()
+
     def _on_disconnected(self) -> None:
-        self._connected = False
-        self._around.book.disconnected(self.channel, trio.current_time())
-        if self.stock is not None or self.refusal is not None:
-            self.dialect = trio.Event()
-            self.stock = self.refusal = None
+        now = trio.current_time()
+        self._around.book.disconnected(self.channel, now)
+        if self.stock is not None:
+            self.stock.retire()
+            self.stock = None
+            self.channel.lost_since = min(self.channel.lost_since, now)
+            self.dialect = Dialect()
+        elif self.refusal is not None:
+            self.dialect = Dialect()
 
     def _say_hello(self, generation: int) -> None:
         assert self._link is not None
@@ -171,6 +254,8 @@ class Upstream:
             if isinstance(message, wire.Leaving):
                 logger.info("sender %s closed", self.endpoint.address)
                 self.say_goodbye()
+            elif isinstance(message, wire.Pulse):
+                self._pulse = max(self._pulse, message.sequence)
             self._around.book.on_message(channel, message, now)
         self._around.note_progress()
 
@@ -182,10 +267,14 @@ class Upstream:
             around.book.rename(channel, os.urandom(16))
             self._say_hello(channel.generation + 1)
             return
-        self.stock = self.refusal = None
-        self.dialect.set()
+        self.dialect.refusal = None
+        self.dialect.known.set()
         if peer is not None:
             around.nursery.start_soon(self._watch, welcome.epoch, peer)
+        wanted = around.config.same_host_link == "auto" and welcome.local.startswith(LOCAL_PREFIX)
+        if wanted and self._local is None and welcome.local not in self._tried:
+            self._tried = {welcome.local}
+            around.nursery.start_soon(self._talk_locally, welcome.local)
 
     def _on_stock_answer(self, event: Arrived) -> None:
         """A stock sender answers our hello, and nothing else on this connection."""
@@ -193,16 +282,18 @@ class Upstream:
             return
         logger.info("sender %s speaks the vllm-omni dialect", self.endpoint.address)
         self.stock = self._around.stock_sender(self.endpoint)
-        self.refusal = None
-        self.parked.clear()
+        self.channel.lost_since = self._last_heard = inf
         self._around.book.fail_all(self.channel, CHANGED_DIALECT, "")
-        self.dialect.set()
+        # What came from the sender before it is here, and stays; what did not is asked for anew.
+        self.parked = {key: each for key, each in self.parked.items() if each.state is book.State.ARRIVED}
+        self.dialect.refusal = None
+        self.dialect.known.set()
 
     def _refuse(self, error: TrioMoriError) -> None:
         logger.warning("%s", error)
-        self.refusal = error
         self._around.book.fail_all(self.channel, book.MISMATCH, str(error))
-        self.dialect.set()
+        self.dialect.refusal = error
+        self.dialect.known.set()
 
     def _mismatch(self, body: wire.Mismatch) -> EngineMismatch:
         ours = self._around.engine.name
@@ -247,11 +338,11 @@ class Upstream:
     def beat(self, now: float) -> None:
         """At each heartbeat: say that we live; give the sender up if it has been gone for too long."""
         around, channel = self._around, self.channel
-        if self._link is not None:
-            self._link.recheck()
+        if self._remote is not None:
+            self._remote.recheck()
         if channel.up:
             around.book.heartbeat(channel)
-        elif self._connected and self.stock is None:
+        elif (self._connected or self._local is not None) and self.stock is None:
             self._say_hello(channel.generation)  # the first one, or its answer, was lost
         silent = now - min(channel.lost_since, self._last_heard)
         limit = around.config.peer_timeout
@@ -263,6 +354,10 @@ class Upstream:
             logger.warning("%s", detail)
             self.timeouts += 1
             around.book.fail_all(channel, book.PEER_LOST, detail)
+            if not self.dialect.known.is_set():
+                self.dialect.refusal = PeerLost(detail, peer=self.endpoint.address)
+                self.dialect.known.set()
+                self.dialect = Dialect()
             channel.lost_since = inf
             # One that is connected and says nothing is stopped or stuck: whoever asks it from now on is told in that
             # time, too. One that is not connected may come up at any time, as before the first connection.

@@ -185,7 +185,10 @@ class Hello(Message, frozen=True, tag=32):
 
 
 class Welcome(Message, frozen=True, tag=33):
-    """The sender's answer: its epoch, its engines, and which of the receiver's offers it will write through."""
+    """The sender's answer: its epoch, its engines, and which of the receiver's offers it will write through.
+
+    `local` names its listener for processes of its host, to which the receiver may go over; empty: it has none.
+    """
 
     version: Uint
     session: Token
@@ -193,6 +196,7 @@ class Welcome(Message, frozen=True, tag=33):
     epoch: Token
     max_fetches: Uint
     chosen: Text
+    local: Text
     offers: Annotated[list[Offer], msgspec.Meta(max_length=16)]
     deployment: Deployment
 
