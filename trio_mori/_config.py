@@ -127,7 +127,7 @@ class ConnectorConfig:
     poll_cq_mode: str = _key(
         Choice(("polling", "event")),
         "polling",
-        "Mori, rdma: how it waits for NICs; polling is Mori's default, and a core.",
+        "Mori, rdma: how it waits for NICs; polling uses a core.",
     )
     chunk_bytes: int = _key(Integer(0, _INT), 0, "Mori, rdma: cut transfers into chunks of so many bytes; 0: do not.")
     num_nics_per_transfer: int = _key(_COUNT, 1, "Mori, rdma: NICs that one transfer is spread over.")
