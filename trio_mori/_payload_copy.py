@@ -181,6 +181,14 @@ _TO_HOST: dict[int, Callable[[Leaf, int, torch.Tensor], None]] = {
 }
 
 
+def new_tensor(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of its own host memory, not initialised."""
+    if dtype is torch.complex32:
+        # torch warns of allocating one, and a receiver may take warnings for errors.
+        return torch.empty(shape, dtype=torch.int32, device="cpu").view(dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 def host_view(address: int, nbytes: int) -> memoryview:
     """Host memory as bytes. It owns nothing."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -92,8 +92,9 @@ def itemsize_of(dtype: str) -> int:
     """Bytes of an element of a dtype that came over the wire; 0 if it is none."""
     if not _ARRAY_DTYPE.fullmatch(dtype):
         return 0
+    numpy = required("numpy", "a numpy array or scalar")
     try:
-        size: int = required("numpy", "a numpy array").dtype(dtype).itemsize
+        size: int = numpy.dtype(dtype).itemsize
     except (TypeError, ValueError, OverflowError):
         return 0
     return size
@@ -118,7 +119,13 @@ def new_array(dtype: str, shape: Sequence[int]) -> Any:
 def new_scalar(dtype: str, data: bytes) -> object:
     """A numpy scalar of its bytes, of which there are as many as the dtype has."""
     numpy = required("numpy", "a numpy scalar")
-    scalar: object = numpy.frombuffer(data, dtype=numpy.dtype(dtype))[0]
+    scalar: object
+    if dtype[1] == "S":
+        scalar = numpy.bytes_(data)  # as an element it would lose the zeros at its end
+    elif dtype[1] == "U":
+        scalar = numpy.str_(data.decode("utf-32-be" if dtype[0] == ">" else "utf-32-le", "surrogatepass"))
+    else:
+        scalar = numpy.frombuffer(data, dtype=numpy.dtype(dtype))[0]
     return scalar
 
 

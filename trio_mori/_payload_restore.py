@@ -11,8 +11,8 @@ import attrs
 import msgspec
 import torch
 
-from ._errors import RemoteProtocolError
-from ._payload_copy import host_view, memmove
+from ._errors import RemoteProtocolError, TrioMoriError
+from ._payload_copy import host_view, memmove, new_tensor
 from ._payload_foreign import array_address, image_nbytes, itemsize_of, new_array, new_image, new_scalar
 from ._payload_format import (
     ARRAY,
@@ -82,6 +82,7 @@ def restore(
     Raises:
         RemoteProtocolError: the header is not one that a sender can have made, or goes past the bytes.
         UnsupportedPayload: numpy or PIL is needed and cannot be imported.
+        ConfigError: a type in `payload_types` that arrived is no struct type.
     """
     listed = payload_types if isinstance(payload_types, Mapping) else {type_name(each): each for each in payload_types}
     place = None if device is None else torch.device(device)
@@ -117,12 +118,16 @@ class _Restorer:
                     junk("a map with a key that is no str")
             return {key: self.build(header, value, depth + 1) for key, value in item.items()}
         if type(item) is not list:
+            if type(item) not in _PLAIN:
+                junk(f"a {type(item).__name__}")
             return item
         self._check_depth(depth)
         if not item or type(item[0]) is not int or item[0] not in _BUILDERS:
             junk("an array without a known tag")
         try:
             return _BUILDERS[item[0]](self, header, item[1:], depth + 1)
+        except TrioMoriError:
+            raise
         except (TypeError, ValueError, OverflowError, IndexError) as error:
             # The builders unpack and convert without looking first; whatever does not fit ends here.
             raise RemoteProtocolError(f"malformed payload header: item with tag {item[0]}: {error}") from error
@@ -165,7 +170,7 @@ class _Restorer:
     def _own_tensor(self, dtype: torch.dtype, shape: list[int], offset: int, nbytes: int) -> torch.Tensor:
         if not self._source.is_cpu and nbytes:
             return self._source[offset : offset + nbytes].clone().view(dtype).view(shape)
-        result = torch.empty(shape, dtype=dtype, device="cpu")
+        result = new_tensor(dtype, shape)
         if nbytes:
             memmove(result.data_ptr(), self._base + offset, nbytes)
         return result
@@ -270,15 +275,26 @@ def _device(parts: list[Any]) -> torch.device:
     if type(name) is not str:
         junk(f"device {name!r}")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise RemoteProtocolError(f"malformed payload header: device {name!r}: {error}") from error
+    if str(device) != name:
+        junk(f"device {name!r}")  # torch wraps an index that is too large
+    return device
+
+
+def _unset(parts: list[Any]) -> object:
+    () = parts
+    return msgspec.UNSET
 
 
 def _slice(parts: list[Any]) -> slice:
     start, stop, step = parts
     return slice(start, stop, step)
 
+
+# What stands for itself. msgpack has more (extensions, times), which no sender writes.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 _Builder = Callable[[_Restorer, Header, list[Any], int], Any]
 _BUILDERS: dict[int, _Builder] = {
@@ -302,5 +318,5 @@ _BUILDERS: dict[int, _Builder] = {
     SIZE: lambda restorer, header, parts, depth: torch.Size(_lengths(parts)),
     DTYPE: lambda restorer, header, parts, depth: _dtype(parts),
     DEVICE: lambda restorer, header, parts, depth: _device(parts),
-    UNSET: lambda restorer, header, parts, depth: msgspec.UNSET,
+    UNSET: lambda restorer, header, parts, depth: _unset(parts),
 }

@@ -18,7 +18,7 @@ import attrs
 import msgspec
 from msgspec import UNSET
 
-from ._errors import RemoteProtocolError
+from ._errors import ConfigError, RemoteProtocolError
 from ._payload_format import ATTRS, DATACLASS, MSGSPEC, NAMEDTUPLE, Refused, StructClass
 
 # A struct on top of one of these has content beside its fields.
@@ -194,12 +194,15 @@ def rebuild(cls: type, described: StructClass, values: Sequence[object]) -> obje
     """An instance of the listed type `cls` with the values that a peer sent.
 
     Raises:
+        ConfigError: `cls` is no struct type.
         RemoteProtocolError: the peer's type has other fields or is of another make.
     """
     kind = struct_type(cls)
     if kind is None:
-        raise TypeError(
-            f"{type_name(cls)} in payload_types is no dataclass, attrs class, msgspec.Struct or namedtuple: take it out"
+        raise ConfigError(
+            f"{type_name(cls)} in payload_types is no dataclass, attrs class, msgspec.Struct or namedtuple: remove it",
+            key="payload_types",
+            value=cls,
         )
     if kind.described.flavour != described.flavour or kind.names != frozenset(described.fields):
         raise RemoteProtocolError(

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, UnsupportedPayload
-from ._payload_copy import memmove
+from ._payload_copy import memmove, new_tensor
 from ._payload_foreign import BAND_MODES, array_address, image_nbytes, itemsize_of, new_array, new_image
 from ._payload_format import (
     ARRAY,
@@ -264,7 +264,7 @@ def _content(item: dict[str, Any], itemsize: int) -> tuple[list[int], bytes]:
 def _tensor(item: dict[str, Any]) -> torch.Tensor:
     dtype = DTYPES.get(item["dtype"])
     shape, data = _content(item, 0 if dtype is None else dtype.itemsize)
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    tensor = new_tensor(DTYPES[item["dtype"]], shape)
     if data:
         memmove(tensor.data_ptr(), data, len(data))
     return tensor
