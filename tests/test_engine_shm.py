@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
-import torch
 import trio
+from trio.testing import wait_all_tasks_blocked
 
-from trio_mori import ConfigError, DescriptorRefused, EngineUnavailable, open_engine
+from trio_mori import ConfigError, DescriptorRefused, EngineUnavailable, TransferFailed, open_engine
+from trio_mori._engines._shm_owner import Memory, choose_way, decode, describe_self, encode, open_memory
+from trio_mori._engines._syscalls import memfd_create, pidfd_open
 from trio_mori.abc import Descriptor, Write
 from trio_mori.testing import ENGINE_CHECKS, EngineBench
 from trio_mori.testing._engine_bench import Check
@@ -41,44 +47,202 @@ async def test_it_keeps_the_contract_with_a_share_directory(check: Check, share_
         await check(EngineBench(lambda size: open_engine("shm", pool_size=size, options=options), closing_fences=True))
 
 
-async def test_opening_and_closing_leaves_no_descriptor_open() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+async def test_opening_and_closing_leaves_no_descriptor_open(shared: bool, share_directory: Path) -> None:
+    options = {"share_directory": str(share_directory)} if shared else {}
+
     async def once() -> None:
-        async with open_engine("shm", pool_size=POOL) as one, open_engine("shm", pool_size=POOL) as other:
+        async with (
+            open_engine("shm", pool_size=POOL, options=options) as one,
+            open_engine("shm", pool_size=POOL, options=options) as other,
+        ):
             peer = one.add_peer(other.descriptor)
             await one.write(peer, Write(0, 0, POOL))
 
     await once()
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(50):
         await once()
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_opening_a_pool_lets_other_tasks_run() -> None:
+    async with trio.open_nursery() as nursery:
+        turns = Turns()
+        nursery.start_soon(turns.count)
+        async with open_engine("shm", pool_size=64 << 20):
+            assert turns.taken > 10
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_large_write_lets_other_tasks_run() -> None:
     size = 64 << 20
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await trio.lowlevel.checkpoint()
-            turns += 1
-
     async with open_engine("shm", pool_size=size) as one, open_engine("shm", pool_size=size) as other:
         peer = one.add_peer(other.descriptor)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(count)
+            turns = Turns()
+            nursery.start_soon(turns.count)
             await one.write(peer, Write(0, 0, size))
+            assert turns.taken > 10
             nursery.cancel_scope.cancel()
-    assert turns > 10
 
 
-async def test_memory_outlives_the_engine_while_a_tensor_does() -> None:
+class Turns:
+    """How often a task that always wants to run could."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    async def count(self) -> None:
+        while True:
+            await trio.lowlevel.checkpoint()
+            self.taken += 1
+
+
+async def test_memory_outlives_the_engine_while_a_tensor_does_and_no_longer() -> None:
     async with open_engine("shm", pool_size=POOL) as engine:
         tensor = engine.region.tensor[:4096]
         tensor.fill_(7)
+        start = tensor.data_ptr()
+    del engine
     assert int(tensor.sum()) == 7 * 4096
-    assert torch.equal(tensor, torch.full((4096,), 7, dtype=torch.uint8))
+    assert is_mapped(start)
+    del tensor
+    gc.collect()
+    assert not is_mapped(start)
+
+
+def is_mapped(address: int) -> bool:
+    """Whether a pool of this process begins there."""
+    return any(
+        line.startswith(f"{address:x}-") and "trio-mori-pool" in line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+
+
+async def test_an_abandoned_copy_is_no_fence_when_its_engine_closes() -> None:
+    size = 64 << 20
+    async with open_engine("shm", pool_size=size) as owner, trio.open_nursery() as nursery:
+        async with open_engine("shm", pool_size=size) as writer:
+            seen = owner.add_peer(writer.descriptor)
+            failures: list[bool] = []
+
+            async def write() -> None:
+                try:
+                    await writer.write(writer.add_peer(owner.descriptor), Write(0, 0, size))
+                except TransferFailed as error:
+                    failures.append(error.settled)
+
+            nursery.start_soon(write)
+            await wait_all_tasks_blocked()
+            writer.abandon()
+        with trio.CancelScope() as scope:
+            nursery.start_soon(cancel_when_blocked, scope)
+            await owner.wait_fenced(seen)
+        # The copy may have ended before it could be abandoned; then the engine is over.
+        assert (failures, scope.cancelled_caught) in (([False], True), ([], False))
+
+
+async def cancel_when_blocked(scope: trio.CancelScope) -> None:
+    await wait_all_tasks_blocked()
+    scope.cancel()
+
+
+async def test_nobody_can_take_memory_away_from_under_a_mapper() -> None:
+    async with open_engine("shm", pool_size=POOL) as engine:
+        _, memory = decode(engine.descriptor)
+        for size in (0, 2 * POOL):
+            with pytest.raises(PermissionError):
+                os.ftruncate(memory.fd, size)
+
+
+async def test_a_descriptor_that_names_another_file_is_refused_before_that_is_mapped(tmp_path: Path) -> None:
+    async with open_engine("shm", pool_size=POOL) as engine, open_engine("shm", pool_size=POOL) as other:
+        owner, memory = decode(engine.descriptor)
+        room = os.fstat(memory.fd).st_size
+        with ExitStack() as files:
+
+            def keep(fd: int) -> int:
+                files.callback(os.close, fd)
+                return fd
+
+            pipe, _ = (keep(fd) for fd in os.pipe())
+            plain = keep(os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT))
+            unsealed = keep(memfd_create("trio-mori-pool"))
+            short = keep(memfd_create("trio-mori-pool"))
+            for fd in (plain, unsealed):
+                os.ftruncate(fd, room)
+            for fd, reason in (
+                (pipe, "not a pool"),
+                (plain, "not anonymous memory"),
+                (unsealed, "seals"),
+                (short, "has 0"),
+                (decode(other.descriptor)[1].fd, "another label"),
+                (1 << 20, "closed"),
+            ):
+                forged = Memory(fd, POOL)
+                with pytest.raises(DescriptorRefused, match=reason):
+                    open_memory(owner, forged, encode(owner, forged))
+            os.close(open_memory(owner, memory, engine.descriptor))
+
+
+async def test_more_memory_than_there_is_is_an_error_and_nobody_is_killed() -> None:
+    with pytest.raises(EngineUnavailable, match=rf"{1 << 50} bytes.*available.*memory_pool_size"):
+        async with open_engine("shm", pool_size=1 << 50):
+            pass
+
+
+async def test_opening_can_be_cancelled() -> None:
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with open_engine("shm", pool_size=POOL):
+            pass
+    assert scope.cancelled_caught
+
+
+async def test_it_needs_no_memfd_and_pidfd_in_the_os_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.delattr(os, "pidfd_open")
+    async with open_engine("shm", pool_size=POOL) as engine:
+        await engine.write(engine.add_peer(engine.descriptor), Write(0, 0, POOL))
+    os.close(pidfd_open(os.getpid()))
+    with pytest.raises(ProcessLookupError):
+        pidfd_open(1 << 22)
+
+
+async def test_peers_of_another_user_or_machine_are_refused_with_the_remedy() -> None:
+    ours = describe_self(shared=False)
+    for theirs, remedy in (
+        (msgspec.structs.replace(ours, boot=bytes(16)), "another machine.*crosses hosts"),
+        (msgspec.structs.replace(ours, uid=ours.uid + 1), f"uid {ours.uid + 1}.*the same user"),
+        (msgspec.structs.replace(ours, namespace=1), "pid namespace.*share_directory.*--pid="),
+    ):
+        with pytest.raises(DescriptorRefused, match=remedy):
+            choose_way(ours, theirs)
+
+
+async def test_a_share_directory_that_others_can_enter_is_refused_with_the_remedy(share_directory: Path) -> None:
+    os.chmod(share_directory, 0o750)
+    with pytest.raises(EngineUnavailable, match=r"drwxr-x---.*chmod 700"):
+        async with open_engine("shm", pool_size=POOL, options={"share_directory": str(share_directory)}):
+            pass
+
+
+async def test_a_share_directory_is_made_if_only_its_last_part_is_missing(tmp_path: Path) -> None:
+    wanted = tmp_path / "new"
+    async with open_engine("shm", pool_size=POOL, options={"share_directory": str(wanted)}):
+        assert stat.S_IMODE(wanted.stat().st_mode) == 0o700
+    with pytest.raises(EngineUnavailable, match="No such file"):
+        async with open_engine("shm", pool_size=POOL, options={"share_directory": str(tmp_path / "no" / "new")}):
+            pass
+
+
+async def test_an_error_in_the_body_leaves_a_sharing_engine_as_it_is(share_directory: Path) -> None:
+    with pytest.raises(KeyError, match="mine"):
+        async with open_engine("shm", pool_size=POOL, options={"share_directory": str(share_directory)}):
+            raise KeyError("mine")
 
 
 async def test_descriptors_of_nobody_say_what_is_wrong() -> None:
@@ -94,9 +258,12 @@ async def test_wrong_options_are_named(options: dict[str, object]) -> None:
             pass
 
 
-async def test_other_engines_are_refused_by_name() -> None:
+async def test_other_engines_devices_and_sizes_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"memory.*shm"):
         open_engine("memory", pool_size=POOL)
-    with pytest.raises(ConfigError, match="cuda:0"):
-        async with open_engine("shm", pool_size=POOL, device="cuda:0"):
-            pass
+    with pytest.raises(EngineUnavailable, match=r"nixl.*release.*shm"):
+        open_engine("nixl", pool_size=POOL)
+    for size, device, named in ((POOL, "cuda:0", "cuda:0"), (0, "cpu", "memory_pool_size")):
+        with pytest.raises(ConfigError, match=named):
+            async with open_engine("shm", pool_size=size, device=device):
+                pass

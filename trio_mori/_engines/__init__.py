@@ -17,22 +17,22 @@ class _Opener(Protocol):
     ) -> AbstractAsyncContextManager[Engine]: ...
 
 
-def _shm() -> _Opener:
+def _shm_opener() -> _Opener:
     from ._shm import open_shm
 
     return open_shm
 
 
-def _mori(backend: str) -> _Opener:
+def _mori_opener(backend: str) -> _Opener:
     from ._mori import open_mori
 
     return partial(open_mori, backend)
 
 
 _ENGINES: dict[str, Callable[[], _Opener]] = {
-    "shm": _shm,
-    "rdma": partial(_mori, "rdma"),
-    "xgmi": partial(_mori, "xgmi"),
+    "shm": _shm_opener,
+    "rdma": partial(_mori_opener, "rdma"),
+    "xgmi": partial(_mori_opener, "xgmi"),
 }
 
 # Names that a deployment may carry and that this release cannot serve.

@@ -9,7 +9,7 @@ import trio
 
 
 class Fence:
-    """A descriptor that becomes readable when a peer is over: a pidfd, or the end of a pipe. Takes it over."""
+    """A descriptor that becomes readable when a peer is over: a pidfd, or a pipe. Takes it over."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def this_process() -> Process:
 
 
 def open_process(process: Process, who: str) -> int | None:
-    """A pidfd of a process of our pid namespace, seen to be running; None where the system has none. The caller's.
+    """A pidfd, the caller's, of a process of our pid namespace that is seen to run; None where the system has none.
 
     Args:
         who: Its name in the error.
@@ -54,7 +55,9 @@ def open_process(process: Process, who: str) -> int | None:
         pidfd = _syscalls.pidfd_open(process.pid)
     except ProcessLookupError as error:
         raise DescriptorRefused(f"{who}: process {process.pid} has exited") from error
-    except OSError:
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+            raise DescriptorRefused(f"{who}: process {process.pid} cannot be watched: {error.strerror}") from error
         return None
     try:
         # Read after the pidfd was opened: if the process is the right one now, the pidfd cannot be of a later one.

@@ -96,18 +96,18 @@ class ShareDirectory:
         Raises:
             DescriptorRefused: nobody is there, or not our user, or it sent something else; says what to do.
         """
-        with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            try:
+        try:
+            with trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 await connection.connect(self._place(name))
                 uid = _peer_uid(connection)
                 if uid != os.geteuid():
                     raise DescriptorRefused(f"shm: {self._path}/{name} is held by uid {uid}, ours is {os.geteuid()}")
                 return await _receive(connection)
-            except OSError as error:
-                raise DescriptorRefused(
-                    f"shm: no engine answers at {self._path}/{name} ({error.strerror}): its process has ended, or its "
-                    "share_directory is another directory than ours"
-                ) from error
+        except OSError as error:
+            raise DescriptorRefused(
+                f"shm: no engine answers at {self._path}/{name} ({error.strerror}): its process has ended, or its "
+                "share_directory is another directory than ours"
+            ) from error
 
     def _is_dead(self, name: str) -> bool:
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:

@@ -102,7 +102,7 @@ class ShmEngine(Engine):
 
     The writer copies, in one go, and a copy always ends. So a posted write is a thread that copies, and closing
     waits for these threads. A peer is fenced when its process has exited, which its pidfd tells. An engine of the
-    own process is fenced when it was closed, which the end of a pipe tells: its last copy had ended before.
+    own process is fenced when it was closed, which a byte in a pipe tells: its last copy had ended before.
     """
 
     name = "shm"
@@ -116,7 +116,7 @@ class ShmEngine(Engine):
         self._owner = owner
         self._sharing = sharing
         self._fence = fence
-        self._unfenced: int | None = unfenced  # closing it makes `fence` readable
+        self._unfenced: int | None = unfenced
         self._state = _State.OPEN
         self._peers: dict[Descriptor, ShmPeer] = {}
         self._slots = trio.CapacityLimiter(COPY_THREADS)
@@ -191,7 +191,7 @@ class ShmEngine(Engine):
         self._state = _State.ABANDONED
         if self._copies.abandon():
             keep_for_ever(self._region, tuple(peer.buffer for peer in self._peers.values()))
-            self._unfenced = None  # stays open for ever: nobody will know when these copies have ended
+            self._unfenced = None  # stays open and empty: nobody will know when these copies have ended
 
     async def _close(self) -> None:
         if self._state is _State.OPEN:
@@ -201,8 +201,10 @@ class ShmEngine(Engine):
             await self._copies.wait_none_running()
         for peer in tuple(self._peers.values()):
             self.drop_peer(peer)
+        if self._unfenced is not None:
+            os.write(self._unfenced, b"\0")  # a forked child may have the pipe too, so that closing it says nothing
+            os.close(self._unfenced)
         os.close(self._fence)
-        _close(self._unfenced)
 
     def _knows(self, peer: ShmPeer) -> bool:
         return self._peers.get(peer.descriptor) is peer
@@ -221,7 +223,7 @@ class ShmEngine(Engine):
         """Target and source of a write, as views that keep both mappings alive."""
         try:
             pool = self._map(peer)
-        except DescriptorRefused as error:
+        except (DescriptorRefused, OSError) as error:
             raise TransferFailed(f"write to {peer.identity} refused: {error}") from error
         return (
             pool[write.destination : write.destination + write.size],
@@ -238,10 +240,9 @@ class ShmEngine(Engine):
 
     async def _map_shared(self, sharing: Sharing, peer: ShmPeer) -> None:
         try:
-            memory = await self._fetch(sharing, peer)
-        except DescriptorRefused as error:
+            peer.map(await self._fetch(sharing, peer))
+        except (DescriptorRefused, OSError) as error:
             raise TransferFailed(f"write to {peer.identity} refused: {error}") from error
-        peer.map(memory)
 
     async def _learn_fence(self, sharing: Sharing, peer: ShmPeer) -> None:
         with peer.learning:
@@ -268,7 +269,14 @@ class ShmEngine(Engine):
         return passed.memory
 
     def _dup_fence(self) -> int:
-        return os.dup(self._fence)
+        try:
+            fence = os.dup(self._fence)
+        except OSError as error:
+            raise DescriptorRefused(f"{self._owner.identity} cannot be watched: {error}") from error
+        if self._owner.nonce not in _live:
+            os.close(fence)  # closed meanwhile, in another thread's trio: that number may mean another file by now
+            raise DescriptorRefused(f"{self._owner.identity} was closed")
+        return fence
 
 
 def _live_engine(peer: ShmPeer) -> ShmEngine:
