@@ -123,7 +123,7 @@ def load() -> Library:
     try:
         import mori.io
     except ModuleNotFoundError as error:
-        if error.name != "mori":
+        if error.name not in ("mori", "mori.io"):
             raise EngineUnavailable(_broken(error)) from error
         raise EngineUnavailable(_absent()) from error
     except (ImportError, OSError) as error:

@@ -1,0 +1,250 @@
+"""A stand-in for `mori.io` that takes only calls that the real one takes, for tests of what no machine of ours can run.
+
+It checks number, kinds and lengths of every call's arguments, and what Mori leaves to its caller: ranges, unequal
+lists, and memory that is deregistered while transfers are under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+
+import attrs
+import msgspec
+import torch
+
+
+class StatusCode(enum.IntEnum):
+    SUCCESS = 0
+    INIT = 1
+    IN_PROGRESS = 2
+    ERR_INVALID_ARGS = 11
+    ERR_NOT_FOUND = 12
+    ERR_RDMA_OP = 13
+    ERR_BAD_STATE = 14
+    ERR_GPU_OP = 15
+
+
+class BackendType(enum.IntEnum):
+    XGMI = 1
+    RDMA = 2
+
+
+class PollCqMode(enum.IntEnum):
+    POLLING = 0
+    EVENT = 1
+
+
+class MemoryLocationType(enum.IntEnum):
+    CPU = 1
+    GPU = 2
+
+
+class PeerFailureReason(enum.IntEnum):
+    PEER_UNREACHABLE = 1
+
+
+@attrs.frozen
+class PeerFailureEvent:
+    remote_engine_key: str
+    reason: PeerFailureReason
+    detail: str = ""
+
+
+@attrs.frozen
+class IOEngineConfig:
+    host: str = attrs.field(validator=attrs.validators.instance_of(str))
+    port: int = attrs.field(validator=[attrs.validators.instance_of(int), attrs.validators.lt(65536)])
+
+
+@attrs.frozen
+class RdmaBackendConfig:
+    qp_per_transfer: int = 1
+    post_batch_size: int = -1
+    num_worker_threads: int = -1
+    poll_cq_mode: PollCqMode = attrs.field(
+        default=PollCqMode.POLLING, validator=attrs.validators.instance_of(PollCqMode)
+    )
+    enable_notification: bool = True
+    notif_per_qp: int = 1024
+    enable_transfer_chunking: bool = False
+    chunk_bytes: int = 65536
+    max_chunks_per_transfer: int = 64
+    num_nics_per_transfer: int = 1
+
+
+@attrs.frozen
+class EngineDesc:
+    key: str
+    node_id: str
+    hostname: str
+    host: str
+    port: int
+    pid: int
+
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(attrs.astuple(self))
+
+    @staticmethod
+    def unpack(packed: bytes) -> EngineDesc:
+        return EngineDesc(*msgspec.msgpack.decode(packed))
+
+
+@attrs.frozen
+class MemoryDesc:
+    engine_key: str
+    id: int
+    device_id: int
+    device_bus_id: str
+    data: int
+    size: int
+    loc: int
+    ipc_handle: bytes = bytes(64)
+    tail: tuple[object, ...] = (-1, 0, bytes(64), -1, "", 0, 0)
+
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode([*attrs.astuple(self)[:-1], *self.tail])
+
+    @staticmethod
+    def unpack(packed: bytes) -> MemoryDesc:
+        head = msgspec.msgpack.decode(packed)
+        return MemoryDesc(*head[:8], tail=tuple(head[8:]))
+
+
+class TransferStatus:
+    """Ends when the test says so, or at once."""
+
+    def __init__(self, code: StatusCode = StatusCode.INIT, message: str = "") -> None:
+        self.code = code
+        self.message = message
+        self.polls = 0
+
+    def WaitFor(self, timeout_ms: int = -1) -> StatusCode:
+        assert timeout_ms == 0, "the only bounded question is WaitFor(0)"
+        self.polls += 1
+        return self.code
+
+    def Code(self) -> StatusCode:
+        return self.code
+
+    def Succeeded(self) -> bool:
+        return self.code is StatusCode.SUCCESS
+
+    def Message(self) -> str:
+        return self.message
+
+
+class Fabric:
+    """The module, and what all of its engines share.
+
+    Attributes:
+        devices: What $MORI_RDMA_DEVICES was when each backend was made.
+        nics: Whether there are any.
+        fate: Code of the next statuses.
+        unreachable: Keys that no connection can be made to.
+        failures: Events that engines will report.
+    """
+
+    StatusCode = StatusCode
+    BackendType = BackendType
+    PollCqMode = PollCqMode
+    EngineDesc = EngineDesc
+    MemoryDesc = MemoryDesc
+    IOEngineConfig = IOEngineConfig
+    RdmaBackendConfig = RdmaBackendConfig
+
+    def __init__(self) -> None:
+        self.devices: list[str | None] = []
+        self.configs: list[RdmaBackendConfig] = []
+        self.engines: dict[str, IOEngine] = {}
+        self.nics = True
+        self.fate = StatusCode.SUCCESS
+        self.statuses: list[TransferStatus] = []
+        self.unreachable: set[str] = set()
+        self.failures: list[PeerFailureEvent] = []
+        self.short = False
+
+    def IOEngine(self, key: str, config: IOEngineConfig) -> IOEngine:
+        assert isinstance(key, str)
+        assert isinstance(config, IOEngineConfig)
+        assert key not in self.engines, "two engines with one key"
+        engine = self.engines[key] = IOEngine(self, key, config)
+        return engine
+
+
+class IOEngine:
+    """As mori.io.IOEngine, for rdma."""
+
+    def __init__(self, fabric: Fabric, key: str, config: IOEngineConfig) -> None:
+        self._fabric = fabric
+        self._desc = EngineDesc(key, "node", "host", config.host, 0, os.getpid())
+        self._backend = False
+        self._remotes: dict[str, EngineDesc] = {}
+        self._memory: list[MemoryDesc] = []
+        self._uids = 0
+        self._posted: list[TransferStatus] = []
+
+    def create_backend(self, type: BackendType, config: RdmaBackendConfig) -> None:
+        assert type is BackendType.RDMA
+        assert isinstance(config, RdmaBackendConfig)
+        assert not self._backend
+        if not self._fabric.nics:
+            raise RuntimeError("no active RDMA device on this host; set MORI_DISABLE_AUTO_XGMI=0")
+        self._backend = True
+        self._desc = attrs.evolve(self._desc, port=40000)
+        self._fabric.devices.append(os.environ.get("MORI_RDMA_DEVICES"))
+        self._fabric.configs.append(config)
+
+    def get_engine_desc(self) -> EngineDesc:
+        return self._desc
+
+    def register_remote_engine(self, desc: EngineDesc) -> None:
+        assert self._backend, "what is registered before the backend is forgotten"
+        assert isinstance(desc, EngineDesc)
+        self._remotes[desc.key] = desc
+
+    def deregister_remote_engine(self, desc: EngineDesc) -> None:
+        self._remotes.pop(desc.key, None)
+
+    def register_torch_tensor(self, tensor: torch.Tensor) -> MemoryDesc:
+        assert self._backend
+        assert tensor.is_contiguous()
+        one = MemoryDesc(
+            self._desc.key, len(self._memory), -1, "", tensor.data_ptr(), tensor.nbytes, MemoryLocationType.CPU
+        )
+        self._memory.append(one)
+        return one
+
+    def deregister_memory(self, desc: MemoryDesc) -> None:
+        assert all(status.code is not StatusCode.IN_PROGRESS for status in self._posted)
+        self._memory.remove(desc)
+
+    def allocate_transfer_uid(self) -> int:
+        self._uids += 1
+        return self._uids
+
+    def pop_peer_failure(self) -> PeerFailureEvent | None:
+        return self._fabric.failures.pop(0) if self._fabric.failures else None
+
+    def batch_write(self, local, local_offsets, remote, remote_offsets, sizes, uids):  # type: ignore[no-untyped-def]
+        outer = (local, local_offsets, remote, remote_offsets, sizes, uids)
+        assert all(isinstance(each, list) for each in outer), "lists only"
+        assert len({len(each) for each in outer}) == 1, "unequal outer lists abort the process"
+        statuses = []
+        for source, starts, target, ends, counts, uid in zip(*outer, strict=True):
+            assert source in self._memory, "the source is not registered here"
+            assert isinstance(target, MemoryDesc)
+            assert isinstance(uid, int)
+            assert len(starts) == len(ends) == len(counts), "unequal inner lists abort the process"
+            if target.engine_key not in self._remotes or target.engine_key in self._fabric.unreachable:
+                raise RuntimeError(f"cannot connect to {target.engine_key}")
+            for start, end, count in zip(starts, ends, counts, strict=True):
+                assert 0 <= start <= source.size - count, "Mori does not check this"
+                assert 0 <= end <= target.size - count, "Mori does not check this"
+                if self._fabric.fate in (StatusCode.SUCCESS, StatusCode.IN_PROGRESS):
+                    ctypes.memmove(target.data + end, source.data + start, count)
+            statuses.append(TransferStatus(self._fabric.fate, "as the test wants"))
+        self._fabric.statuses += statuses
+        self._posted += statuses
+        return [] if self._fabric.short else statuses

@@ -1,0 +1,180 @@
+"""The rdma engine over a stand-in for Mori, since no machine of ours has a NIC that it uses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import mori_standin
+import pytest
+import trio
+from mori_standin import Fabric, PeerFailureEvent, PeerFailureReason, StatusCode
+from trio.testing import wait_all_tasks_blocked
+
+from trio_mori import ConfigError, EngineUnavailable, TransferFailed
+from trio_mori._engines import _mori, open_engine
+from trio_mori._engines._mori_peer import MoriPeer
+from trio_mori.abc import Engine, Write
+from trio_mori.testing._engine_bench import Check, EngineBench, fill, same
+from trio_mori.testing._engine_checks import ENGINE_CHECKS
+
+pytestmark = pytest.mark.deterministic
+
+SIZE = 65536
+OPTIONS: dict[str, object] = {
+    "host": "127.0.0.1",
+    "rdma_devices": "mlx5_0,mlx5_1",
+    "qp_per_transfer": 2,
+    "post_batch_size": 8,
+    "num_worker_threads": 3,
+    "poll_cq_mode": "event",
+    "enable_transfer_chunking": True,
+    "chunk_bytes": 4096,
+    "num_nics_per_transfer": 2,
+}
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    one = Fabric()
+    monkeypatch.setattr(_mori, "load", lambda: one)
+    return one
+
+
+@asynccontextmanager
+async def pair(size: int = SIZE) -> AsyncIterator[tuple[Engine, Engine, MoriPeer]]:
+    async with open_engine("rdma", pool_size=size) as engine, open_engine("rdma", pool_size=size) as other:
+        peer = engine.add_peer(other.descriptor)
+        assert isinstance(peer, MoriPeer)
+        fill(engine, 0, size)
+        yield engine, other, peer
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+async def test_the_engine_keeps_its_contract(fabric: Fabric, check: Check) -> None:
+    with trio.fail_after(30):
+        await check(EngineBench(lambda size: open_engine("rdma", pool_size=size), closing_fences=True))
+
+
+async def test_every_option_reaches_mori_and_the_environment_is_as_before(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MORI_RDMA_DEVICES", "before")
+    with trio.fail_after(10):
+        async with open_engine("rdma", pool_size=SIZE, options=OPTIONS):
+            assert os.environ["MORI_RDMA_DEVICES"] == "before"
+    assert fabric.devices == ["mlx5_0,mlx5_1"]
+    (config,) = fabric.configs
+    for name, value in OPTIONS.items():
+        if name not in ("host", "rdma_devices"):
+            expected = mori_standin.PollCqMode.EVENT if name == "poll_cq_mode" else value
+            assert getattr(config, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("rdma", {"xgmi_num_streams": 4}),
+        ("rdma", {"qp_per_transfer": 0}),
+        ("rdma", {"qp_per_transfer": True}),
+        ("rdma", {"poll_cq_mode": "sometimes"}),
+        ("xgmi", {"qp_per_transfer": 1}),
+    ],
+)
+async def test_a_wrong_option_names_itself(backend: str, options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        async with open_engine(backend, pool_size=SIZE, device="cuda:0", options=options):
+            pass
+    assert refused.value.key in options
+
+
+async def test_without_a_nic_it_says_what_mori_says_and_what_to_do(fabric: Fabric) -> None:
+    fabric.nics = False
+    with pytest.raises(EngineUnavailable, match=r"no active RDMA device.*/dev/infiniband.*xgmi"):
+        async with open_engine("rdma", pool_size=SIZE):
+            pass
+
+
+async def test_without_mori_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mori", None)
+    with pytest.raises(EngineUnavailable, match=r"pip install amd-mori.*3\.10 and 3\.12"):
+        async with open_engine("rdma", pool_size=SIZE):
+            pass
+
+
+@pytest.mark.parametrize("fate", [code for code in StatusCode if code not in (0, 2)])
+async def test_whatever_is_not_success_is_an_error_with_mori_s_words(fabric: Fabric, fate: StatusCode) -> None:
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer):
+            fabric.fate = fate
+            for _ in range(2):
+                with pytest.raises(TransferFailed, match=f"{fate.name} as the test wants") as failed:
+                    await engine.write(peer, Write(0, 0, 100))
+                assert failed.value.settled == (fate in (StatusCode.ERR_INVALID_ARGS, StatusCode.ERR_NOT_FOUND))
+
+
+async def test_a_missing_status_is_a_failure(fabric: Fabric) -> None:
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer):
+            fabric.short = True
+            with pytest.raises(TransferFailed, match="no status") as failed:
+                await engine.write(peer, Write(0, 0, 100))
+            assert not failed.value.settled
+
+
+async def test_a_peer_that_cannot_be_connected_to_is_refused_and_tried_again(fabric: Fabric) -> None:
+    with trio.fail_after(10):
+        async with pair() as (engine, other, peer):
+            fabric.unreachable.add(peer.engine.key)
+            with pytest.raises(TransferFailed, match="cannot connect") as failed:
+                await engine.write(peer, Write(0, 0, 100))
+            assert failed.value.settled
+            fabric.unreachable.clear()
+            await engine.write(peer, Write(0, 0, 100))
+            assert same(engine, 0, other, 0, 100)
+
+
+async def test_a_lost_peer_fails_its_transfers_at_once_and_close_waits_for_their_end(fabric: Fabric) -> None:
+    async def write() -> None:
+        with pytest.raises(TransferFailed, match="PEER_UNREACHABLE gone") as failed:
+            await engine.write(peer, Write(0, 0, 100))
+        assert not failed.value.settled
+
+    with trio.fail_after(10):
+        async with trio.open_nursery() as ending:
+            async with pair() as (engine, _, peer):
+                await engine.write(peer, Write(0, 0, 100))
+                fabric.fate = StatusCode.IN_PROGRESS
+                async with trio.open_nursery() as nursery:
+                    for _ in range(3):
+                        nursery.start_soon(write)
+                    await wait_all_tasks_blocked()
+                    fabric.failures.append(
+                        PeerFailureEvent(peer.engine.key, PeerFailureReason.PEER_UNREACHABLE, "gone")
+                    )
+
+                async def end() -> None:
+                    await wait_all_tasks_blocked()
+                    for status in fabric.statuses:
+                        status.code = StatusCode.ERR_RDMA_OP
+
+                ending.start_soon(end)
+
+
+async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> None:
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer), open_engine("rdma", pool_size=SIZE) as third:
+            quick = engine.add_peer(third.descriptor)
+            await engine.write(peer, Write(0, 0, 1))
+            await engine.write(quick, Write(0, 0, 1))
+            async with trio.open_nursery() as nursery:
+                fabric.fate = StatusCode.IN_PROGRESS
+                for index in range(64):
+                    nursery.start_soon(engine.write, peer, Write(index, index, 100))
+                await wait_all_tasks_blocked()
+                fabric.fate = StatusCode.SUCCESS
+                await engine.write(quick, Write(0, 0, 100))
+                for status in fabric.statuses:
+                    status.code = StatusCode.SUCCESS
