@@ -152,7 +152,7 @@ def main() -> None:
         if order.traceback:
             traceback.print_exception(error)
         with suppress(BrokenPipeError):  # the parent has died, and that is why we end
-            message = str(cause) if isinstance(cause, WavError) else f"{type(cause).__name__}: {cause}"
+            message = str(cause) if isinstance(cause, WavError) else f"{type(cause).__name__}: {cause}".rstrip(": ")
             tell(Failed(message, echo=isinstance(cause, trio_mori.StreamFailed | trio_mori.PeerLost)))
         sys.exit(1)
 
