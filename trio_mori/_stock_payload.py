@@ -74,16 +74,17 @@ def stock_size(header: bytes, source: torch.Tensor | None = None) -> int:
     Raises:
         UnsupportedPayload: the stock form has no place for something in it; only native peers can be given it.
     """
-    missing = 0
+    left_out: list[int] = []
 
     def measure(offset: int, nbytes: int) -> bytes:
-        nonlocal missing
-        # An empty bin takes two bytes; a long one has a longer length.
-        missing += nbytes + (0 if nbytes < 1 << 8 else 1 if nbytes < 1 << 16 else 3)
+        left_out.append(nbytes)
         return b""
 
     encoded = _stock_form(header, source, measure)
-    return missing if encoded is None else len(encoded) + missing
+    if encoded is None:
+        return sum(left_out)
+    # An empty bin took two bytes; a long one has a longer length.
+    return len(encoded) + sum(each + (0 if each < 1 << 8 else 1 if each < 1 << 16 else 3) for each in left_out)
 
 
 def stock_encode(header: bytes, source: torch.Tensor) -> bytes:
@@ -104,6 +105,8 @@ def stock_encode(header: bytes, source: torch.Tensor) -> bytes:
 
 
 def _fetch(source: torch.Tensor | None, offset: int, nbytes: int) -> bytes:
+    if not nbytes:
+        return b""  # an empty part at the end has its place after the last byte
     if source is None or offset + nbytes > source.numel():
         raise RemoteProtocolError(f"malformed payload header: {nbytes} bytes at {offset} are not there")
     host = source[offset : offset + nbytes].cpu()
