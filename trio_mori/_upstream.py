@@ -116,7 +116,8 @@ class Upstream:
                                 self._on_disconnected()
                     self._around.flush()
             finally:
-                self._remote = None  # whoever gives something back from now on has nobody to tell
+                # Whoever gives something back from now on has nobody to tell.
+                self._remote, self._connected = None, False
 
     async def _talk_locally(self, name: str) -> None:
         """Go over to the link for one host, for as long as it lasts.
