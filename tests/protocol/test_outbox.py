@@ -209,17 +209,21 @@ def test_a_fetch_that_waited_through_a_broken_connection_is_told_that_the_payloa
 
 
 @pytest.mark.parametrize("failing", [False, True])
+@pytest.mark.parametrize("cancelled_first", [False, True])
 def test_a_payload_that_is_cleaned_up_during_its_write_is_told_to_the_next_one_if_the_first_gives_up(
-    failing: bool,
+    failing: bool, cancelled_first: bool
 ) -> None:
     desk = SenderDesk()
     session = desk.meet()
     entry = desk.put()
     desk.fetch(session, 1)
     ticket = desk.begun()
+    if cancelled_first:
+        desk.hear(session, wire.Cancel([1]))
     desk.book.cleanup([entry])
     assert entry.phase is Phase.DYING
-    desk.hear(session, wire.Cancel([1]))
+    if not cancelled_first:
+        desk.hear(session, wire.Cancel([1]))
     if failing:
         desk.fail(ticket, settled=True)
     else:

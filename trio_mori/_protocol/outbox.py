@@ -5,7 +5,8 @@ a deadline) and then carries out what the book left for it:
 
 * `starting`: writes to start, each ended later by `write_ended`;
 * `talking`: sessions with messages in `Session.outgoing`;
-* `answers`: replies to stock callers.
+* `answers`: replies to stock callers;
+* `forgotten`: sessions that made place for others, whose handles are not needed any more.
 
 **What keeps memory safe.** A write pins its entry from the moment its ticket is made, and a pinned entry's extent is
 not given back. A ticket ends in `write_ended` (the engine says that no byte moves any more); or, when the engine
@@ -99,6 +100,7 @@ class Outbox:
         self.starting: list[Ticket] = []
         self.talking: dict[Session, None] = {}
         self.answers: list[tuple[StockCaller, bytes]] = []
+        self.forgotten: list[Session] = []
         # The earliest deadline that was set since `next_deadline` was last asked: whoever sleeps longer is woken.
         self.alarm = inf
         self._closing = False
@@ -156,8 +158,8 @@ class Outbox:
             self._fail(holder, code, detail, settled=True)
         elif isinstance(holder, Fetch) and holder.state is Want.DELIVERED and newest:
             holder.lost = code
-        elif phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and isinstance(holder, StockCaller)):
-            self._bury(entry.key, code)
+        elif phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and not _is_writing(holder)):
+            self._bury(entry.key, code)  # who is being written to is told when that ends
 
     # --- receivers' sessions ------------------------------------------------------------------------------
 
@@ -189,6 +191,7 @@ class Outbox:
         for session in self.sessions.values():
             if not session.connected and not any(self._is_owed(f) for f in session.fetches.values()):
                 self.bye(session)
+                self.forgotten.append(session)
                 return
         limit = self.limits.max_sessions
         raise NoRoom(f"{limit} receivers are connected, which is the most (max_peers)", size=1, free=0)
@@ -686,3 +689,7 @@ class Outbox:
 
 def _may_lapse(fetch: Fetch) -> bool:
     return fetch.state in (Want.DELIVERED, Want.OFFERED) or fetch.lost != 0
+
+
+def _is_writing(holder: Fetch | StockCaller | None) -> bool:
+    return isinstance(holder, Fetch) and holder.state is Want.WRITING
