@@ -11,7 +11,7 @@ import torch
 import trio
 
 from .._errors import DescriptorRefused
-from ..abc import Descriptor, EnginePeer
+from ..abc import Descriptor, Engine, EnginePeer
 from ._fence import Fence
 from ._mori_library import EngineDesc, Library, MemoryDesc, Session
 from ._mori_outlet import Outlet
@@ -69,6 +69,7 @@ class MoriPeer(EnginePeer):
     """Another engine's pool. Mori hears of it, and maps it, at the first write.
 
     Attributes:
+        owner: The engine whose peer it is; None once it was dropped.
         engine: Mori's own form of the descriptor's halves.
         memory: As `engine`.
         process: The peer's process, where its key tells.
@@ -84,6 +85,7 @@ class MoriPeer(EnginePeer):
         self, descriptor: Descriptor, engine: EngineDesc, memory: MemoryDesc, size: int, process: Process | None
     ) -> None:
         self.descriptor = descriptor
+        self.owner: Engine | None = None
         self.engine = engine
         self.memory = memory
         self.process = process

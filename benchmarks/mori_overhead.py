@@ -1,0 +1,96 @@
+"""What `Engine.write` adds to Mori: 64 KiB to another process, against a bare `batch_write` and `Wait`, in turns.
+
+    python benchmarks/mori_overhead.py        on AMD GPUs; or in the lane, see docs/mori.md
+
+Both go round the pool, as payloads do, so that neither copies what the caches hold already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+
+import trio
+
+from trio_mori._engines import open_engine
+from trio_mori._engines._mori_library import load
+from trio_mori.abc import Descriptor, Write
+
+SIZE = 64 << 10
+POOL = 64 << 20
+ROUNDS = 20
+WRITES = 500
+
+
+def emulate() -> None:
+    """Use the lane's GPUs, where there is one."""
+    try:
+        import moriemu
+    except ModuleNotFoundError:
+        return
+    moriemu.install()
+
+
+async def own() -> None:
+    async with open_engine("xgmi", pool_size=POOL, device="cuda:1") as engine:
+        engine.region.tensor.zero_()
+        print(engine.descriptor.engine.hex(), engine.descriptor.memory.hex(), flush=True)
+        await trio.to_thread.run_sync(sys.stdin.read)
+
+
+async def compare(descriptor: Descriptor, limit: float | None) -> None:
+    mori = load()
+    async with open_engine("xgmi", pool_size=POOL, device="cuda:0") as engine:
+        engine.region.tensor.zero_()
+        peer = engine.add_peer(descriptor)
+        bare = mori.IOEngine(f"bare-{time.monotonic_ns()}", mori.IOEngineConfig("127.0.0.1", 0))
+        bare.create_backend(mori.BackendType.XGMI, mori.XgmiBackendConfig(64, 64))
+        local = bare.register_torch_tensor(engine.region.tensor)
+        bare.register_remote_engine(mori.EngineDesc.unpack(descriptor.engine))
+        remote = mori.MemoryDesc.unpack(descriptor.memory)
+        offsets = [index * SIZE % POOL for index in range(WRITES)]
+        ours: list[float] = []
+        theirs: list[float] = []
+        for _ in range(ROUNDS):
+            for at in offsets:
+                began = time.perf_counter()
+                status = bare.batch_write([local], [[at]], [remote], [[at]], [[SIZE]], [bare.allocate_transfer_uid()])
+                status[0].Wait()
+                theirs.append(time.perf_counter() - began)
+            for at in offsets:
+                began = time.perf_counter()
+                await engine.write(peer, Write(at, at, SIZE))
+                ours.append(time.perf_counter() - began)
+        bare.deregister_memory(local)
+        del bare
+    for name, times in (("bare batch_write + Wait", theirs), ("Engine.write", ours)):
+        p99 = statistics.quantiles(times, n=100)[98]
+        print(f"{name:24} p50 {1e6 * statistics.median(times):7.1f} us   p99 {1e6 * p99:7.1f} us")
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    print(f"ratio {ratio:.2f}")
+    if limit is not None and ratio > limit:
+        sys.exit(f"more than {limit}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, help="exit with an error if the ratio is above this")
+    parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    emulate()
+    if arguments.own:
+        trio.run(own)
+        return
+    command = [sys.executable, __file__, "--own"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        descriptor = Descriptor(*map(bytes.fromhex, other.stdout.readline().split()))
+        trio.run(compare, descriptor, arguments.limit)
+        other.communicate()
+
+
+if __name__ == "__main__":
+    main()
