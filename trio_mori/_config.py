@@ -110,6 +110,11 @@ class ConnectorConfig:
     backend_type: str = _key(
         _BACKENDS, "shm", "The engine that moves the bytes. `auto` takes the first that both peers can use."
     )
+    share_directory: str = _key(
+        Text("the absolute path of a directory of mode 700"),
+        "",
+        "shm: where peers of other pid namespaces (containers) pass their pools on; mount one directory into all.",
+    )
     device_name: str = _key(
         Text("names of RDMA devices, separated by commas"),
         "",

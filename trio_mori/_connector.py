@@ -494,6 +494,8 @@ def _engine_options(config: ConnectorConfig, host: str) -> dict[str, object]:
             "num_nics_per_transfer": config.num_nics_per_transfer,
             **chunking,
         }
+    if config.backend_type == "shm" and config.share_directory:
+        return {"share_directory": config.share_directory}
     return {}
 
 
