@@ -131,9 +131,13 @@ class Reception:
         assert isinstance(receiver, NativePeer)
         receiver.fence.cancel()
         self._sender.note_progress()
-        others = (s.handle for s in self._book.sessions.values() if s is not session)
-        if not any(isinstance(o, NativePeer) and o.peer is receiver.peer for o in others):
-            self._engine.drop_peer(receiver.peer)
+        self._drop_peer(receiver.peer)
+
+    def _drop_peer(self, peer: EnginePeer) -> None:
+        """Unless a session reaches its pool by it."""
+        handles = (s.handle for s in self._book.sessions.values())
+        if not any(isinstance(h, NativePeer) and h.peer is peer for h in handles):
+            self._engine.drop_peer(peer)
 
     def _on_route_gone(self, link: Link, route: bytes) -> None:
         for session in self._book.sessions.values():
@@ -164,8 +168,11 @@ class Reception:
                 now=trio.current_time(),
             )
         except NoRoom as error:
+            self._drop_peer(peer)
             self._mismatch(link, route, hello, str(error))
             return
+        while self._book.forgotten:
+            self._drop_receiver(self._book.forgotten.pop())
         if session is None:
             link.send(wire.encode(wire.Stale(hello.session, hello.generation, self._sender.epoch)), route)
             return

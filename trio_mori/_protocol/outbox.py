@@ -181,10 +181,10 @@ class Outbox:
         if generation < session.generation:
             return None
         session.generation, session.handle = generation, handle
-        session.last_heard, session.connected = now, True
+        session.last_heard = now
         # What was not taken yet is said again when the receiver repeats its fetches.
         session.outgoing.clear()
-        self.alarm = min(self.alarm, now + self.limits.acknowledge_timeout)
+        self._revive(session)
         return session
 
     def _evict(self) -> None:
