@@ -165,6 +165,7 @@ class Sender:
         self.puts: list[Put] = []
         self.last_puts: dict[str, Put] = {}
         self.copies: list[Copy] = []
+        self.buried: list[Receiver] = []
 
     # --- puts ---------------------------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class Sender:
 
     def fail(self, copy: Copy, *, settled: bool) -> None:
         """The engine says that a write failed."""
-        if settled:
+        if settled or copy.receiver in self.buried:
             self.copies.remove(copy)
         copy.stuck = not settled
         self.book.write_ended(copy.ticket, self.world.now, TransferFailed("model", settled=settled))
@@ -329,6 +330,7 @@ class Sender:
 
     def hear_of_death(self, receiver: Receiver) -> None:
         """The end of a receiver's process is proven: what is written to it goes nowhere."""
+        self.buried.append(receiver)
         for session in self.sessions_of(receiver):
             for fetch in session.fetches.values():
                 self.excuse(fetch)

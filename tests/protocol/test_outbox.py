@@ -204,7 +204,6 @@ def test_a_fetch_that_waited_through_a_broken_connection_is_told_that_the_payloa
     desk.put()
     desk.wait(300)
     desk.meet(generation=2)
-    desk.fetch(session, 1)
     assert codes(desk, session) == [wire.EXPIRED]
 
 
@@ -439,3 +438,16 @@ def test_what_a_silent_receiver_gives_up_does_not_go_to_another_silent_one() -> 
     assert not desk.book.starting
     desk.beat(second, 1, 1, open=[1])
     assert desk.begun().holder is second.fetches[1]
+
+
+def test_a_receiver_that_is_back_is_given_what_came_meanwhile() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.fetch(session, 1)
+    desk.book.disconnected(session)
+    desk.put()
+    assert not desk.book.starting
+    assert desk.meet(generation=2) is session
+    assert desk.begun().holder is session.fetches[1]
+    assert desk.book.open_session(b"A" * 16, 1, region_size=REGION, handle=None, now=desk.now) is None, "an old hello"
+    assert session.generation == 2
