@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import Phase as Stage
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from model import KEYS, NAMES, SIZES, check, finish
 from network import Copy, Receiver, Sender, World
 
@@ -43,7 +41,9 @@ class Books(RuleBasedStateMachine):
             return self.world.sender
         return running[index % len(running)] if running else None
 
-    @rule(index=INDEX, key=st.sampled_from(KEYS), size=st.sampled_from(SIZES), late=st.sampled_from((False, False, True)))
+    @rule(
+        index=INDEX, key=st.sampled_from(KEYS), size=st.sampled_from(SIZES), late=st.sampled_from((False, False, True))
+    )
     def put(self, index: int, key: str, size: int, late: bool) -> None:
         sender = self._sender(index)
         if sender is None:
