@@ -12,7 +12,7 @@ import trio
 
 from trio_mori import Connector, Receipt, open_connector
 from trio_mori._protocol.entries import Want
-from trio_mori.testing._engine import MemoryEngine, MemoryFabric
+from trio_mori.testing import MemoryEngine, MemoryFabric
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ import zmq
 from trio_mori import TransferFailed
 from trio_mori._protocol.extents import OUTBOUND, Extents
 from trio_mori.abc import Descriptor, Write
-from trio_mori.testing._engine import MemoryEngine, MemoryFabric
+from trio_mori.testing import MemoryEngine, MemoryFabric
 
 # Seconds between two looks at a socket. Polling is nothing to be proud of, but sees everything.
 PAUSE = 0.0005

@@ -37,7 +37,7 @@ from rig import (
 
 from trio_mori import BindFailed, ConfigError, ConnectorClosed, NotReady, open_connector
 from trio_mori._errors import TrioMoriError
-from trio_mori.testing._engine import MemoryFabric
+from trio_mori.testing import MemoryFabric
 
 pytestmark = pytest.mark.deterministic
 

@@ -37,7 +37,7 @@ from trio_mori import (
     WrongRole,
     open_connector,
 )
-from trio_mori.testing._engine import MemoryFabric
+from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic
 

@@ -7,7 +7,7 @@ the end, or the end by a failure.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from types import TracebackType
 from typing import Protocol
@@ -88,14 +88,22 @@ class ChunkSender:
         await self._connector.put(self._from_stage, self._to_stage, key, data)
 
     async def _end(self, error: BaseException | None) -> None:
-        """Send the terminal chunk; shielded and bounded when the block was cancelled or failed."""
+        """Send the terminal chunk. A cancellation does not stop it: then it is sent shielded, and bounded."""
         self._ended = True
         if error is None:
-            await self._put((int(_Mark.END), self._sent))
-            return
-        reason = "cancelled" if isinstance(error, trio.Cancelled) else f"{type(error).__name__}: {error}"
+            last: tuple[int, object] = (int(_Mark.END), self._sent)
+            try:
+                await self._put(last)
+            except trio.Cancelled:
+                await self._put_shielded(last)
+                raise
+        else:
+            reason = "cancelled" if isinstance(error, trio.Cancelled) else f"{type(error).__name__}: {error}"
+            await self._put_shielded((int(_Mark.FAILED), reason))
+
+    async def _put_shielded(self, data: object) -> None:
         with trio.move_on_after(TERMINAL_GRACE, shield=True):
-            await self._put((int(_Mark.FAILED), reason))
+            await self._put(data)
 
 
 @asynccontextmanager
@@ -159,7 +167,8 @@ class ChunkReceiver:
         self._epoch = incoming.epoch
         if mark is _Mark.CHUNK:
             self._received += 1
-            self._incoming = self._ask(self._received)
+            with suppress(TrioMoriError):  # what is wrong with the next one, its own call says
+                self._incoming = self._ask(self._received)
             return content
         self._ended = True
         if mark is _Mark.END:
