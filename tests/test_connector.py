@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 import trio
@@ -155,6 +156,14 @@ async def test_metadata_of_put_is_what_vllm_omni_expects() -> None:
             "data_size": 1000,
             "is_fast_path": True,
         }
+
+
+async def test_metadata_of_a_payload_with_a_long_description_is_known_too() -> None:
+    async with open_pair() as pair:
+        data = [f"name {index}" for index in range(5000)]
+        receipt = await pair.put("a", data)
+        assert receipt.metadata["data_size"] == len(msgspec.msgpack.encode(data))
+        assert await pair.get("a") == data
 
 
 async def test_get_finds_its_sender_by_metadata_whole_or_partial() -> None:

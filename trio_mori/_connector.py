@@ -81,7 +81,7 @@ class Connector:
         """
         sender = self._require_sender(key)
         plan = await sender.put(full_key(key, from_stage, to_stage), data)
-        return Receipt(plan.size, plan.is_raw, plan.header, self._endpoint)
+        return Receipt(plan.size, plan.is_raw, plan.whole_header, self._endpoint)
 
     def put_nowait(self, from_stage: str, to_stage: str, key: str, data: object) -> Receipt:
         """As `put`, but never waits; the copy is made here and now, whatever its size.
@@ -92,7 +92,7 @@ class Connector:
         """
         sender = self._require_sender(key)
         plan = sender.put_nowait(full_key(key, from_stage, to_stage), data)
-        return Receipt(plan.size, plan.is_raw, plan.header, self._endpoint)
+        return Receipt(plan.size, plan.is_raw, plan.whole_header, self._endpoint)
 
     def _require_sender(self, key: str) -> Sender:
         if self._closed:

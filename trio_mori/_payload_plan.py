@@ -65,11 +65,13 @@ class Plan:
     Attributes:
         size: Bytes that it needs in the pool; 0 for a structure without large parts.
         header: What a receiver needs to make the payload of these bytes.
+        whole_header: The same for who does not have the bytes: it never says that the real one lies among them.
         is_raw: It is one tensor or bytes, and the bytes in the pool are all there is to it.
     """
 
     size: int
     header: bytes
+    whole_header: bytes
     is_raw: bool
     _leaves: list[Leaf]
 
@@ -104,12 +106,11 @@ def plan(data: object) -> Plan:
             f"payload is empty ({_kind(data)} of 0 bytes): there is nothing to transfer; send it inside a structure",
             path="payload",
         )
-    header = encode_header(planner.classes, skeleton)
-    if len(header) > INLINE_HEADER:
-        _check_items(header)
-        offset = planner.add(BYTES, header, len(header))
-        header = encode_spilled(offset, len(header))
-    return Plan(planner.size, header, is_raw, planner.leaves)
+    header = whole = encode_header(planner.classes, skeleton)
+    if len(whole) > INLINE_HEADER:
+        _check_items(whole)
+        header = encode_spilled(planner.add(BYTES, whole, len(whole)), len(whole))
+    return Plan(planner.size, header, whole, is_raw, planner.leaves)
 
 
 def _check_items(header: bytes) -> None:
