@@ -147,6 +147,7 @@ class StockServer:
         ignored: How many of the next requests it does not answer.
         refused: How many of the next pulls it answers by an error.
         late: Whether answers are kept until `answer_late`.
+        rubbish: What it answers to the next requests instead of sense.
     """
 
     port: int
@@ -158,6 +159,7 @@ class StockServer:
     ignored: int = 0
     refused: int = 0
     late: bool = False
+    rubbish: list[bytes] = attrs.field(factory=list)
     peers: set[bytes] = attrs.field(factory=set)
     _socket: zmq.Socket[bytes] | None = None
     _kept: list[list[bytes]] = attrs.field(factory=list)
@@ -182,10 +184,15 @@ class StockServer:
         while self._kept:
             self._send(self._kept.pop(0))
 
+    def hang_up(self) -> None:
+        """Close the socket, with every connection to it."""
+        assert self._socket is not None
+        socket, self._socket = self._socket, None
+        socket.close(linger=0)
+
     async def serve(self, nursery: trio.Nursery) -> None:
         """Answer requests until cancelled."""
-        assert self._socket is not None
-        while True:
+        while self._socket is not None:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -205,13 +212,15 @@ class StockServer:
                 self._send(frames)
 
     def _send(self, frames: list[bytes]) -> None:
-        assert self._socket is not None
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        if self._socket is not None:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     async def _answer(self, payload: bytes) -> bytes | None:
         if self.ignored and payload[:1] != b"\xc1":
             self.ignored -= 1
             return None
+        if self.rubbish and payload[:1] != b"\xc1":
+            return self.rubbish.pop(0)
         if payload.startswith(b"query_info"):
             key = decode(payload[len(b"query_info") :])["request_id"]
             self.queries.append(key)

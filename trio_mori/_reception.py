@@ -148,7 +148,8 @@ class Reception:
     # --- hello --------------------------------------------------------------------------------------------
 
     def _on_hello(self, link: Link, route: bytes, hello: wire.Hello) -> None:
-        if self._sender.closing:
+        known = self._book.sessions.get(hello.session)
+        if known is None and self._sender.closing:
             return
         if hello.oldest > wire.VERSION or hello.newest < wire.OLDEST_VERSION:
             link.send(wire.encode(wire.VersionRange(wire.OLDEST_VERSION, wire.VERSION)), route)
@@ -156,7 +157,6 @@ class Reception:
         peer = self._reach(link, route, hello)
         if peer is None:
             return
-        known = self._book.sessions.get(hello.session)
         before = None if known is None else known.handle
         receiver = NativePeer(link, route, peer)
         try:

@@ -104,6 +104,7 @@ class Outbox:
         # The earliest deadline that was set since `next_deadline` was last asked: whoever sleeps longer is woken.
         self.alarm = inf
         self._closing = False
+        self._left = False
         self._interests: dict[str, dict[Fetch, None]] = {}
         self._callers: dict[bytes, StockCaller] = {}
 
@@ -185,6 +186,8 @@ class Outbox:
         # What was not taken yet is said again when the receiver repeats its fetches.
         session.outgoing.clear()
         self._revive(session)
+        if self._left:
+            self._say_farewell(session)  # it was said on the connection before
         return session
 
     def _evict(self) -> None:
@@ -679,12 +682,16 @@ class Outbox:
 
         What is staged stays: its put may be copying into it, and ends it.
         """
-        for session in list(self.sessions.values()):
-            fetches = [t.holder for t in self.tickets if isinstance(t.holder, Fetch)]
-            self._say(session, wire.Leaving([f.id for f in fetches if f.session is session]))
+        self._left = True
+        for session in self.sessions.values():
+            self._say_farewell(session)
         for entry in self.shelf.everything():
             if entry.phase not in (Phase.STAGED, Phase.DYING):
                 self.shelf.drop(entry)
+
+    def _say_farewell(self, session: Session) -> None:
+        fetches = [t.holder for t in self.tickets if isinstance(t.holder, Fetch)]
+        self._say(session, wire.Leaving([f.id for f in fetches if f.session is session]))
 
 
 def _may_lapse(fetch: Fetch) -> bool:
