@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -92,6 +93,39 @@ def test_storage_freed_after_planning_is_refused_and_not_read() -> None:
     made = plan([tensor])
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UnsupportedPayload, match="lost its memory"):
+        made.copy_into(torch.empty(made.size, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.t_(),
+        lambda tensor: tensor.resize_(2, 2),
+        lambda tensor: tensor.set_(torch.zeros(1, dtype=torch.int32)),
+        lambda tensor: setattr(tensor, "data", torch.zeros(9, dtype=torch.int32)),
+    ],
+    ids=["transposed", "resized", "set", "data"],
+)
+@pytest.mark.parametrize("permuted", [False, True])
+def test_a_tensor_arrives_in_the_shape_in_which_it_was_planned(
+    change: Callable[[torch.Tensor], object], permuted: bool
+) -> None:
+    tensor = tensor_of(torch.int32, 40, 50)
+    tensor = tensor.t() if permuted else tensor
+    before = bits(tensor)
+    made = plan([tensor])
+    change(tensor)
+    area = torch.empty(made.size, dtype=torch.uint8)
+    made.copy_into(area)
+    (arrived,) = restore(made.header, area).value  # type: ignore[misc]
+    assert bits(arrived) == before
+
+
+def test_an_image_made_smaller_after_planning_is_refused_and_not_read() -> None:
+    image = Image.new("RGB", (100, 100))
+    made = plan([image])
+    image.thumbnail((10, 10))
+    with pytest.raises(UnsupportedPayload, match="leave its size alone"):
         made.copy_into(torch.empty(made.size, dtype=torch.uint8))
 
 
@@ -188,6 +222,7 @@ VALUES: list[object] = [
     *("ünï", "\0", "\U0010ffff", "a" * 70000, "\ud7ff\ue000"),
     *(b"\0" * 3, b"\xff" * 64, b"\0" * 65, bytearray(b"\0\1"), bytearray(300), b"z" * 70000),
     {1: "a", (2, (3, "b")): b"c", b"\0": 1, None: 2, 1.5: 4, 1 << 70: 5, NAN: 6, 2j: 7},
+    *([(1 << 64) - 1, -(1 << 63)], (1 << 64, 1), [-(1 << 63) - 1, 2], [1, True], [NAN, -0.0, 1.0], [0, 0.0], [None, 1]),
     {"b": 1, "a": 2, "c": {"z": 0, "y": 1}},
     OrderedDict([("b", 1), ("a", [OrderedDict()]), (3, 4)]),
     {1, "a", None, (1, 2), b"x", 2.5, 1 << 80},
@@ -202,8 +237,7 @@ VALUES: list[object] = [
 @pytest.mark.parametrize("index", range(len(VALUES)))
 def test_a_value_arrives_as_it_was(index: int) -> None:
     value = VALUES[index]
-    if type(value) in (bytes, bytearray):
-        assert plan(value).is_raw
+    assert plan(value).is_raw == (type(value) is bytes)
     assert bits(sent(value).value) == bits(value)
     assert bits(sent([value, {"a": (value,)}]).value) == bits([value, {"a": (value,)}])
 
@@ -213,12 +247,16 @@ def test_numbers_that_are_equal_keep_their_kind() -> None:
     assert bits(sent(value).value) == bits(value)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", bytearray(), memoryview(b""), torch.empty(0), torch.empty(3, 0, dtype=torch.int8)]
-)
+@pytest.mark.parametrize("data", [b"", torch.empty(0), torch.empty(3, 0, dtype=torch.int8)])
 def test_an_empty_payload_is_refused_as_a_whole_and_travels_inside(data: object) -> None:
     assert "empty" in str(refusal(data))
     assert len(sent([data]).value[0]) == len(data)  # type: ignore[arg-type,index]
+
+
+@pytest.mark.parametrize("data", [bytearray(), memoryview(b"")])
+def test_other_buffers_are_structures_and_may_be_empty(data: bytearray | memoryview) -> None:
+    assert not plan(data).is_raw
+    assert sent(data).value == data
 
 
 @pytest.mark.parametrize(
@@ -234,6 +272,16 @@ def test_an_empty_payload_is_refused_as_a_whole_and_travels_inside(data: object)
 def test_a_memoryview_arrives_as_its_bytes(view: memoryview) -> None:
     assert sent(view).value == view.tobytes()
     assert sent({"a": [view]}).value == {"a": [view.tobytes()]}
+
+
+def test_a_memoryview_may_be_released_once_it_was_planned_and_not_before() -> None:
+    view = memoryview(b"abc" * 50)
+    made = plan([view])
+    view.release()
+    area = torch.empty(made.size, dtype=torch.uint8)
+    made.copy_into(area)
+    assert restore(made.header, area).value == [b"abc" * 50]
+    assert refusal([view]).path == "payload[0]"
 
 
 ARRAY_DTYPES = (

@@ -157,7 +157,15 @@ def test_a_header_that_points_at_another_pointer_is_junk() -> None:
         *([13, "<f4", b"123"], [13, "<f4", "1234"], [13, "|S1", b""], [13, "<U1", b"\xff\xff\xff\xff"]),
         *([14, "RGB", 1, 1, 0], [14, "P", 1, 1, 0], [14, "L", 0, 1, 0], [14, "L", -1, -1, 0], [14, "L", 1 << 40, 1, 0]),
         *([15], [15, 0, None], [15, "0", None], [17, "nothing"], [17, 1], [18, "toaster"]),
-        *([18, "cuda:999999999"], [18, 0], [18, "cuda:-1"], [20, 1], msgspec.msgpack.Ext(5, b"x")),
+        *(
+            [18, "cuda:999999999"],
+            [18, 0],
+            [18, "cuda:-1"],
+            [20, 1],
+            [16, 1 << 63],
+            [13, "<M8[0s]", b"12345678"],
+            msgspec.msgpack.Ext(5, b"x"),
+        ),
     ],
 )
 def test_a_skeleton_that_no_sender_makes_is_junk(skeleton: object) -> None:
@@ -187,6 +195,17 @@ def test_a_small_header_cannot_ask_for_much_memory() -> None:
     deep = b"\x01\x92\x90" + b"\x92\x00" * 500 + b"\x00"
     with pytest.raises(RemoteProtocolError):
         restore(deep, NOTHING)
+
+
+@pytest.mark.parametrize(
+    "part", [[11, "uint8", [600], 0], [8, 0, 600], [9, 0, 600], [12, "|u1", [600], 0], [14, "L", 600, 1, 0]]
+)
+@pytest.mark.parametrize("copy", [False, True])
+def test_parts_that_add_up_to_more_than_what_came_are_junk(part: list[object], copy: bool) -> None:
+    area = guarded(bytes(1000), 0)
+    restore(b"\x01" + msgspec.msgpack.encode([[], [0, part]]), area, copy=copy)
+    with pytest.raises(RemoteProtocolError, match="add up to more than the 1000 bytes"):
+        restore(b"\x01" + msgspec.msgpack.encode([[], [0, part, part]]), area, copy=copy)
 
 
 def test_what_a_caller_lists_by_name_is_restored_by_that_name() -> None:

@@ -59,6 +59,8 @@ class Color(IntEnum):
         (OrderedDict([((1, Text("k")), 1)]), "payload[(1, 'k')]"),
         (object.__new__(Frame), "payload.codes"),
         (slice(0, object()), "payload[1]"),
+        ([torch.Size([1 << 63])], "payload[0]"),
+        ({"a": torch.Size([-(1 << 63) - 1])}, "payload['a']"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_its_path(data: object, path: str) -> None:

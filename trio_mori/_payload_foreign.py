@@ -20,7 +20,7 @@ from ._payload_format import Refused, nbytes_of
 # bytes of a fixed length. Checked before it reaches `numpy.dtype`, which understands far more than that.
 _ARRAY_DTYPE = re.compile(
     r"\|b1|[<>|][iu][1248]|[<>]f(?:2|4|8|12|16)|[<>]c(?:8|16|24|32)|\|[SV][1-9]\d{0,8}|[<>]U[1-9]\d{0,8}"
-    r"|[<>][mM]8(?:\[\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+    r"|[<>][mM]8(?:\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
 )
 
 # Bytes per pixel; mode "1" packs eight pixels into one. Palettes are not part of the pixels, so P and PA are not here.

@@ -30,6 +30,7 @@ from ._payload_format import (
     LIST,
     MAX_DEPTH,
     MAX_DIMS,
+    MAX_EXTENT,
     MAX_NODES,
     ORDERED,
     PAIRS,
@@ -90,14 +91,14 @@ class Plan:
 def plan(data: object) -> Plan:
     """Find out how a payload lies in the pool; tensor contents are not read yet.
 
-    A contiguous tensor takes 4 us, a dict of two 13 us.
+    A contiguous tensor takes 3 us, a dict of two 8 us, a list of 10,000 token ids 0.3 ms.
 
     Raises:
         UnsupportedPayload: something in it cannot arrive bit for bit, or it is empty; names it by its path.
     """
     planner = _Planner()
     try:
-        is_raw = isinstance(data, torch.Tensor) or type(data) in _BYTES_LIKE
+        is_raw = isinstance(data, torch.Tensor) or type(data) is bytes
         skeleton = planner.raw(data) if is_raw else planner.describe(data, 0)
     except Refused as refusal:
         raise refusal.unsupported() from None
@@ -189,12 +190,18 @@ class _Planner:
         if value.dim() > MAX_DIMS:
             raise Refused(f"is a tensor of {value.dim()} dimensions, more than {MAX_DIMS}: reshape it")
         shape = list(value.shape)
-        offset = self.add(TENSOR, value.detach() if value.requires_grad else value, value.numel() * value.itemsize)
+        # A tensor object of its own: the caller's may be given another shape or storage while `put` waits for room.
+        offset = self.add(TENSOR, value.detach(), value.numel() * value.itemsize)
         return [TENSOR, name, shape, offset]
 
     def _bytes_like(self, value: Any) -> list[object]:
         tag = _BYTES_LIKE[type(value)]
-        size = value.nbytes if tag == VIEW else len(value)
+        try:
+            # A view of its own, which stays when the caller releases theirs.
+            value = memoryview(value) if tag == VIEW else value
+            size = value.nbytes if tag == VIEW else len(value)
+        except ValueError as error:
+            raise Refused(f"is a memoryview that cannot be read: {error}") from error
         return [tag, self.add(tag, value, size), size]
 
     def bytes(self, value: bytes, depth: int) -> object:
@@ -204,6 +211,10 @@ class _Planner:
         return self._bytes_like(value)
 
     def sequence(self, tag: int, values: Any, depth: int) -> list[object]:
+        # Token ids and scores are not looked at one by one: 30 ns each instead of 150.
+        if _stand_for_themselves(values) and self._nodes + len(values) <= MAX_NODES:
+            self._nodes += len(values)
+            return [tag, *values]
         result: list[object] = [tag]
         for index, value in enumerate(values):
             try:
@@ -308,6 +319,17 @@ def _text(value: str) -> str:
     return value
 
 
+def _stand_for_themselves(values: Any) -> bool:
+    kinds = set(map(type, values))
+    return kinds == {float} or (kinds == {int} and min(values) >= _INT_MIN and max(values) <= _INT_MAX)
+
+
+def _size(value: torch.Size) -> object:
+    if not all(-MAX_EXTENT <= length < MAX_EXTENT for length in value):
+        raise Refused(f"is a torch.Size of {tuple(value)}, which no tensor can have: send it as a tuple")
+    return [SIZE, *value]
+
+
 def _integer(value: int) -> object:
     if _INT_MIN <= value <= _INT_MAX:
         return value
@@ -329,7 +351,7 @@ _SIMPLE: dict[type, Callable[[Any], object]] = {
     str: _text,
     int: _integer,
     complex: lambda value: [COMPLEX, value.real, value.imag],
-    torch.Size: lambda value: [SIZE, *value],
+    torch.Size: _size,
     torch.dtype: lambda value: [DTYPE, str(value).removeprefix("torch.")],
     torch.device: lambda value: [DEVICE, str(value)],
     type(msgspec.UNSET): lambda value: [UNSET],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, TrioMoriError
-from ._payload_copy import host_view, memmove, new_tensor
+from ._payload_copy import host_view, memmove, new_tensor, read_bytes
 from ._payload_foreign import array_address, image_nbytes, itemsize_of, new_array, new_image, new_scalar
 from ._payload_format import (
     ARRAY,
@@ -28,6 +27,7 @@ from ._payload_format import (
     IMAGE,
     LIST,
     MAX_DEPTH,
+    MAX_EXTENT,
     MAX_NODES,
     NAMEDTUPLE,
     ORDERED,
@@ -102,7 +102,7 @@ class _Restorer:
         self._listed = listed
         self._device = device
         self._copy = copy
-        self._limit = source.numel()
+        self._limit = self._left = source.numel()
         self._base = source.data_ptr() if source.is_cpu else 0
         self._nodes = 0
 
@@ -138,17 +138,24 @@ class _Restorer:
 
     def fetch(self, offset: int, nbytes: int) -> bytes:
         """Bytes of the source, in host memory."""
-        self._check_range(offset, nbytes)
-        if self._source.is_cpu:
-            return ctypes.string_at(self._base + offset, nbytes)
-        host = self._source[offset : offset + nbytes].cpu()
-        return ctypes.string_at(host.data_ptr(), nbytes)
+        self._take(offset, nbytes)
+        return self._read(offset, nbytes)
 
-    def _check_range(self, offset: object, nbytes: object) -> None:
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        if self._source.is_cpu:
+            return read_bytes(self._base + offset, nbytes)
+        host = self._source[offset : offset + nbytes].cpu()
+        return read_bytes(host.data_ptr(), nbytes)
+
+    def _take(self, offset: object, nbytes: object) -> None:
         if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
             junk("an offset or length that is no natural number")
         if nbytes and offset + nbytes > self._limit:
             junk(f"{nbytes} bytes at {offset} are past the {self._limit} bytes that came")
+        # No two parts of a sender share bytes. If they could, a short header would make many times what came.
+        self._left -= nbytes
+        if self._left < 0:
+            junk(f"its parts add up to more than the {self._limit} bytes that came")
 
     # --- leaves -------------------------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class _Restorer:
         if dtype is None:
             junk(f"dtype {name!r}")
         nbytes = nbytes_of(dtype.itemsize, _lengths(shape))
-        self._check_range(offset, nbytes)
+        self._take(offset, nbytes)
         if self._copy or not nbytes:
             result = self._own_tensor(dtype, shape, offset, nbytes)
         else:
@@ -181,10 +188,10 @@ class _Restorer:
 
     def bytearray(self, header: Header, parts: list[Any], depth: int) -> bytearray:
         offset, nbytes = parts
-        self._check_range(offset, nbytes)
+        self._take(offset, nbytes)
         if self._source.is_cpu and nbytes:
             return bytearray(host_view(self._base + offset, nbytes))
-        return bytearray(self.fetch(offset, nbytes))
+        return bytearray(self._read(offset, nbytes))
 
     def array(self, header: Header, parts: list[Any], depth: int) -> object:
         dtype, shape, offset = parts
@@ -192,12 +199,12 @@ class _Restorer:
         nbytes = nbytes_of(itemsize, _lengths(shape))
         if not itemsize:
             junk(f"array dtype {dtype!r}")
-        self._check_range(offset, nbytes)
+        self._take(offset, nbytes)
         array = new_array(dtype, shape)
         if nbytes and self._source.is_cpu:
             memmove(array_address(array), self._base + offset, nbytes)
         elif nbytes:
-            data = self.fetch(offset, nbytes)
+            data = self._read(offset, nbytes)
             memmove(array_address(array), data, nbytes)
         return array
 
@@ -212,12 +219,14 @@ class _Restorer:
         if type(mode) is not str or type(width) is not int or type(height) is not int:
             junk("an image without mode and size")
         nbytes = image_nbytes(mode, width, height)
-        self._check_range(offset, nbytes)
         return new_image(mode, width, height, self.fetch(offset, nbytes))
 
     # --- containers ---------------------------------------------------------------------------------------
 
     def items(self, header: Header, parts: list[Any], depth: int) -> list[Any]:
+        if set(map(type, parts)) <= _PLAIN:
+            self._nodes += len(parts)
+            return parts
         return [self.build(header, part, depth) for part in parts]
 
     def pairs(self, header: Header, parts: list[Any], depth: int) -> Iterable[tuple[Any, Any]]:
@@ -247,6 +256,12 @@ def _lengths(shape: Any) -> list[int]:
     if type(shape) is not list or not set(map(type, shape)) <= {int}:
         junk("a shape that is no array of integers")
     return shape
+
+
+def _size(parts: list[Any]) -> torch.Size:
+    if max(_lengths(parts), default=0) >= MAX_EXTENT:
+        junk("a size that no tensor has")
+    return torch.Size(parts)
 
 
 def _big_int(parts: list[Any]) -> int:
@@ -315,7 +330,7 @@ _BUILDERS: dict[int, _Builder] = {
     SCALAR: _Restorer.scalar,
     IMAGE: _Restorer.image,
     STRUCT: _Restorer.struct,
-    SIZE: lambda restorer, header, parts, depth: torch.Size(_lengths(parts)),
+    SIZE: lambda restorer, header, parts, depth: _size(parts),
     DTYPE: lambda restorer, header, parts, depth: _dtype(parts),
     DEVICE: lambda restorer, header, parts, depth: _device(parts),
     UNSET: lambda restorer, header, parts, depth: _unset(parts),

@@ -11,7 +11,6 @@ A raw payload (one tensor, or bytes) is its bytes.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, UnsupportedPayload
-from ._payload_copy import memmove, new_tensor
+from ._payload_copy import memmove, new_tensor, read_bytes
 from ._payload_foreign import BAND_MODES, array_address, image_nbytes, itemsize_of, new_array, new_image
 from ._payload_format import (
     ARRAY,
@@ -54,6 +53,9 @@ from ._payload_format import (
     shown,
 )
 from ._payload_scan import bound_items
+
+# The longest bin that msgpack has.
+_MAX_PART = (1 << 32) - 1
 
 _TENSOR, _ARRAY, _IMAGE = "__tensor__", "__ndarray__", "__pil_image__"
 
@@ -110,18 +112,24 @@ def _fetch(source: torch.Tensor | None, offset: int, nbytes: int) -> bytes:
     if source is None or offset + nbytes > source.numel():
         raise RemoteProtocolError(f"malformed payload header: {nbytes} bytes at {offset} are not there")
     host = source[offset : offset + nbytes].cpu()
-    return ctypes.string_at(host.data_ptr(), nbytes)
+    return read_bytes(host.data_ptr(), nbytes)
 
 
 def _stock_form(header: bytes, source: torch.Tensor | None, fetch: _Fetch) -> bytes | None:
     """The encoded tree; None if the payload is raw, and then `fetch` was called for its bytes."""
     opened = open_header(header, lambda offset, nbytes: _fetch(source, offset, nbytes))
     skeleton = opened.skeleton
-    if type(skeleton) is list and skeleton[0] in (TENSOR, BYTES, BYTEARRAY, VIEW):
+    if type(skeleton) is list and skeleton[0] in (TENSOR, BYTES):
         _RAW[skeleton[0]](skeleton, fetch)
         return None
+
+    def fetch_part(offset: int, nbytes: int) -> bytes:
+        if nbytes > _MAX_PART:
+            raise Refused(f"has {nbytes} bytes, where the stock form has room for {_MAX_PART}: send it in parts")
+        return fetch(offset, nbytes)
+
     try:
-        tree = _Former(opened, fetch).form(skeleton)
+        tree = _Former(opened, fetch_part).form(skeleton)
     except Refused as refusal:
         raise refusal.unsupported() from None
     try:
