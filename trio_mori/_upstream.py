@@ -174,7 +174,11 @@ class Upstream:
     @property
     def has_heard(self) -> bool:
         """Whether the sender has read all that was said up to the last heartbeat; also if it is not there to do so."""
-        return not self.channel.up or self._pulse >= self.channel.sequence
+        if self.channel.up:
+            return self._pulse >= self.channel.sequence
+        # Between two links: what was said on the first one may be lost, and is said once more on the next.
+        reachable = self._connected or self._local is not None
+        return self.channel.epoch is None or not reachable
 
     def say_goodbye(self) -> None:
         """Let the sender forget this session; everything was given back before."""
