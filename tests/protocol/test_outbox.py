@@ -451,3 +451,17 @@ def test_a_receiver_that_is_back_is_given_what_came_meanwhile() -> None:
     assert desk.begun().holder is session.fetches[1]
     assert desk.book.open_session(b"A" * 16, 1, region_size=REGION, handle=None, now=desk.now) is None, "an old hello"
     assert session.generation == 2
+
+
+def test_an_acknowledgement_of_an_earlier_payload_does_not_swallow_the_news_about_a_later_one() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.deliver(session, 1)
+    second = desk.put()
+    desk.wait(31)
+    desk.beat(session, 1, 1, open=[1])  # sent before the `Done` was read
+    assert desk.book.cleanup([second]) == 1
+    assert codes(desk, session) == [wire.GONE]
+    desk.hear(session, wire.Ack([1]))
+    desk.fetch(session, 2)
+    assert codes(desk, session) == [wire.GONE]

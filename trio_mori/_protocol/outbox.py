@@ -535,6 +535,8 @@ class Outbox:
         kept = given is not None and given.phase is not Phase.FREED
         if given is not None and kept and (given.holder is fetch or given.phase is Phase.PUBLISHED):
             self.shelf.drop(given, Event.ACKNOWLEDGE)
+        if fetch.state is Want.FAILED and fetch.lost:
+            self._bury(fetch.key, fetch.lost)  # what it took was an earlier one; of the later one it has not heard
         if claimed is not None and claimed is not given and claimed.holder is fetch:
             self._release(claimed)
 
