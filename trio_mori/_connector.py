@@ -322,7 +322,7 @@ class Connector:
             in_flight=0 if sender is None else len(sender.book.tickets),
             parked=sum(len(c.interests) for c in receiver.book.channels),
             peers=(0 if sender is None else sum(s.connected for s in sender.book.sessions.values()))
-            + sum(c.up for c in receiver.book.channels),
+            + sum(u.established for u in receiver.upstreams.values()),
         )
 
     def health(self) -> dict[str, Any]:

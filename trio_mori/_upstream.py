@@ -177,8 +177,16 @@ class Upstream:
         if self.channel.up:
             return self._pulse >= self.channel.sequence
         # Between two links: what was said on the first one may be lost, and is said once more on the next.
-        reachable = self._connected or self._local is not None
-        return self.channel.epoch is None or not reachable
+        return self.channel.epoch is None or not self._reachable
+
+    @property
+    def _reachable(self) -> bool:
+        return self._connected or self._local is not None
+
+    @property
+    def established(self) -> bool:
+        """Whether the sender is there and known, of whichever dialect; also while it goes over to another link."""
+        return self._reachable and (self.channel.epoch is not None or self.stock is not None)
 
     def say_goodbye(self) -> None:
         """Let the sender forget this session; everything was given back before."""
@@ -347,7 +355,7 @@ class Upstream:
             self._remote.recheck()
         if channel.up:
             around.book.heartbeat(channel)
-        elif (self._connected or self._local is not None) and self.stock is None:
+        elif self._reachable and self.stock is None:
             self._say_hello(channel.generation)  # the first one, or its answer, was lost
         silent = now - min(channel.lost_since, self._last_heard)
         limit = around.config.peer_timeout
