@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ._arrival import Arrival as Arrival
+    from ._arrival import StockArrival as StockArrival
     from ._buffer import ManagedBuffer as ManagedBuffer
     from ._chunks import ChunkReceiver as ChunkReceiver
     from ._chunks import ChunkSender as ChunkSender
@@ -50,10 +52,14 @@ if TYPE_CHECKING:
     from ._errors import UnsupportedPayload as UnsupportedPayload
     from ._errors import WrongRole as WrongRole
     from ._lease import Lease as Lease
+    from ._payload import Plan as Plan
+    from ._staging import Reservation as Reservation
+    from ._staging import plan_payload as plan_payload
     from ._statistics import ConnectorStatistics as ConnectorStatistics
     from ._statistics import Receipt as Receipt
 
 _HOMES = {
+    "_arrival": ("Arrival", "StockArrival"),
     "_buffer": ("ManagedBuffer",),
     "_chunks": ("ChunkReceiver", "ChunkSender"),
     "_config": ("ConnectorConfig",),
@@ -87,6 +93,8 @@ _HOMES = {
         "WrongRole",
     ),
     "_lease": ("Lease",),
+    "_payload": ("Plan",),
+    "_staging": ("Reservation", "plan_payload"),
     "_statistics": ("ConnectorStatistics", "Receipt"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

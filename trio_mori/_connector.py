@@ -13,12 +13,14 @@ from typing import Any
 import attrs
 import trio
 
+from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
 from ._config import ConnectorConfig, Endpoint, resolve_host
 from ._endpoint import dialled_host
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
 from ._lease import Lease
+from ._payload import Plan
 from ._payload_structs import type_name
 from ._pool import Pool
 from ._protocol import wire
@@ -27,6 +29,7 @@ from ._protocol.keys import full_key
 from ._receiver import Ask, Receiver
 from ._scope import open_service
 from ._sender import Sender
+from ._staging import Reservation
 from ._statistics import ConnectorStatistics, Receipt
 from ._unix import LOCAL_PREFIX, UnixListener, open_unix_listener
 from ._zmq import open_listener
@@ -80,8 +83,7 @@ class Connector:
             ConnectorClosed: the connector was closed.
         """
         sender = self._require_sender(key)
-        plan = await sender.put(full_key(key, from_stage, to_stage), data)
-        return Receipt(plan.size, plan.is_raw, plan.whole_header, self._endpoint)
+        return await sender.put(full_key(key, from_stage, to_stage), data)
 
     def put_nowait(self, from_stage: str, to_stage: str, key: str, data: object) -> Receipt:
         """As `put`, but never waits; the copy is made here and now, whatever its size.
@@ -91,8 +93,18 @@ class Connector:
             WrongRole, UnsupportedPayload, TooBig, KeyBusy, ConnectorClosed: as `put`.
         """
         sender = self._require_sender(key)
-        plan = sender.put_nowait(full_key(key, from_stage, to_stage), data)
-        return Receipt(plan.size, plan.is_raw, plan.whole_header, self._endpoint)
+        return sender.put_nowait(full_key(key, from_stage, to_stage), data)
+
+    def reserve_nowait(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> Reservation:
+        """As `put_nowait`, but the copy is the caller's: for code of other threads, which copies in its own.
+
+        Args:
+            plan: Of the payload, from `plan_payload`, which may be called in any thread.
+
+        Raises:
+            NoRoom, WrongRole, TooBig, KeyBusy, ConnectorClosed: as `put_nowait`.
+        """
+        return self._require_sender(key).reserve_nowait(full_key(key, from_stage, to_stage), plan)
 
     def _require_sender(self, key: str) -> Sender:
         if self._closed:
@@ -152,6 +164,31 @@ class Connector:
         """
         source, known = self._find_source(key, metadata)
         return self._receiver.get_nowait(source, full_key(key, from_stage, to_stage), known)
+
+    async def take(
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+    ) -> Arrival | StockArrival:
+        """As `get`, but the copy is the caller's: for code of other threads, which copies in its own.
+
+        Cancellation, Raises: as `get`.
+        """
+        source, known = self._find_source(key, metadata)
+        try:
+            return await self._receiver.take(source, full_key(key, from_stage, to_stage), known)
+        except Exception:
+            self._errors += 1
+            raise
+
+    def take_nowait(
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+    ) -> Arrival | StockArrival:
+        """As `get_nowait`, but the copy is the caller's.
+
+        Raises:
+            NotReady, NoRoom, others: as `get_nowait`.
+        """
+        source, known = self._find_source(key, metadata)
+        return self._receiver.take_nowait(source, full_key(key, from_stage, to_stage), known)
 
     @asynccontextmanager
     async def lease(
@@ -458,7 +495,15 @@ async def open_connector(
             sender = None
             if listener is not None:
                 name = "" if local is None else local.name
-                sender = Sender(config, engine=engine, pool=pool, nursery=nursery, deployment=deployment, local=name)
+                sender = Sender(
+                    config,
+                    engine=engine,
+                    pool=pool,
+                    nursery=nursery,
+                    deployment=deployment,
+                    endpoint=endpoint,
+                    local=name,
+                )
                 nursery.start_soon(sender.reception.serve, listener)
                 if local is not None:
                     nursery.start_soon(sender.reception.serve, local)

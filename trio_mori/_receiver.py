@@ -11,6 +11,7 @@ import torch
 import trio
 
 from . import _payload
+from ._arrival import Arrival, StockArrival
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import (
@@ -84,19 +85,7 @@ class Receiver:
 
     async def get(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> object:
         """The payload of a full key, in memory of its own; waits until the sender has it."""
-        while True:
-            upstream = await self._ready_upstream(endpoint)
-            interest = upstream.parked.pop(key, None)
-            if interest is None and upstream.stock is not None:
-                fetched = await upstream.stock.get(key, known)
-                if fetched is None:
-                    continue  # another sender has taken its place
-                self.traffic.count(edge_of(key), fetched.size)
-                return fetched.value
-            if interest is None:
-                interest = self.book.post(upstream.channel, key)
-            if await self._wait(interest):
-                return await self._take(interest)
+        return await self._collect(await self.take(endpoint, key, known))
 
     def get_nowait(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> object:
         """As `get`, if the payload is here; otherwise ask for it, and keep asking.
@@ -105,15 +94,42 @@ class Receiver:
             NotReady: it has not come yet.
             NoRoom: it waits at the sender for room in this pool.
         """
+        arrival = self.take_nowait(endpoint, key, known)
+        try:
+            value = arrival.restore()
+        except BaseException:
+            arrival.give_back()
+            raise
+        arrival.finish()
+        return value
+
+    async def take(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> Arrival | StockArrival:
+        """The payload of a full key, where it arrived."""
+        while True:
+            upstream = await self._ready_upstream(endpoint)
+            interest = upstream.parked.pop(key, None)
+            if interest is None and upstream.stock is not None:
+                arrival = await upstream.stock.take(key, known)
+                if arrival is None:
+                    continue  # another sender has taken its place
+                self.traffic.count(edge_of(key), arrival.size)
+                return arrival
+            if interest is None:
+                interest = self.book.post(upstream.channel, key)
+            if await self._wait(interest):
+                return self._begin(interest)
+
+    def take_nowait(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> Arrival | StockArrival:
+        """As `take`, if the payload is here; otherwise as `get_nowait`."""
         upstream = self._upstream(endpoint)
         interest = upstream.parked.get(key)
         if interest is None:
             if upstream.refusal is not None:
                 raise upstream.refusal
             if upstream.stock is not None:
-                fetched = upstream.stock.get_nowait(key, known)
-                self.traffic.count(edge_of(key), fetched.size)
-                return fetched.value
+                arrival = upstream.stock.take_nowait(key, known)
+                self.traffic.count(edge_of(key), arrival.size)
+                return arrival
             interest = upstream.parked[key] = self.book.post(upstream.channel, key)
             self.flush()
         if interest.state is State.OFFERED:
@@ -128,14 +144,7 @@ class Receiver:
             raise NotReady(f"{key!r} has not come from {endpoint.address} yet")
         del upstream.parked[key]
         self._check(interest)
-        self.book.take(interest)
-        try:
-            value = self._restore(interest, self._source(interest))
-        except BaseException:
-            self._give_back(interest)
-            raise
-        self._finish(interest)
-        return value
+        return self._begin(interest)
 
     def ask(self, endpoint: Endpoint, key: str, epoch: bytes | None) -> Ask:
         """Ask for a payload ahead of the time when it is waited for.
@@ -154,31 +163,32 @@ class Receiver:
         self.flush()
         return Ask(self, endpoint, key, interest)
 
-    async def _take(self, interest: Interest) -> object:
-        self.book.take(interest)
-        source = self._source(interest)
+    async def _collect(self, arrival: Arrival | StockArrival) -> object:
         try:
-            if interest.size <= INLINE_COPY:
-                value = self._restore(interest, source)
+            if arrival.size <= INLINE_COPY:
+                value = arrival.restore()
             else:
-                value = await trio.to_thread.run_sync(self._restore, interest, source)
+                # Nothing is gained by a cancellation here, and what came from a stock sender would be lost.
+                with trio.CancelScope(shield=True):
+                    value = await trio.to_thread.run_sync(arrival.restore)
         except BaseException:
-            self._give_back(interest)
+            arrival.give_back()
             raise
-        if interest.state is not State.TAKEN:
-            raise ConnectorClosed(f"the connector was closed before get had copied {interest.key!r}")
-        self._finish(interest)
+        arrival.finish()
         return value
 
-    def _restore(self, interest: Interest, source: torch.Tensor) -> object:
+    def _begin(self, interest: Interest) -> Arrival:
+        self.book.take(interest)
+        extent = interest.extent
+        source = self._pool.region.tensor[:0] if extent is None else self._pool.tensor(extent, interest.size)
+        return Arrival(self, interest, source)
+
+    def restore(self, interest: Interest, source: torch.Tensor) -> object:
+        """The payload that came, in memory of its own. In any thread."""
         return _payload.restore(interest.header, source, payload_types=self._payload_types).value
 
-    def _source(self, interest: Interest) -> torch.Tensor:
-        if interest.extent is None:
-            return self._pool.region.tensor[:0]
-        return self._pool.tensor(interest.extent, interest.size)
-
-    def _finish(self, interest: Interest) -> None:
+    def finish(self, interest: Interest) -> None:
+        """It has been copied: the sender may forget it."""
         self.traffic.count(edge_of(interest.key), interest.size)
         extent = self.book.acknowledge(interest)
         if extent is not None:
@@ -198,13 +208,13 @@ class Receiver:
             upstream = await self._ready_upstream(endpoint)
             interest = upstream.parked.pop(key, None)
             if interest is None and upstream.stock is not None:
-                leased = await upstream.stock.lease(key, known)
-                if leased is None:
+                arrival = await upstream.stock.take(key, known)
+                if arrival is None:
                     continue
-                size = leased.buffer.size
+                size = arrival.size
                 self.traffic.count(edge_of(key), size)
-                header = _payload.plan(torch.empty(size, dtype=torch.uint8)).header if leased.is_raw else None
-                return Lease(leased.buffer, header, self._payload_types)
+                header = _payload.plan(torch.empty(size, dtype=torch.uint8)).header if arrival.is_raw else None
+                return Lease(arrival.buffer, header, self._payload_types)
             if interest is None:
                 interest = self.book.post(upstream.channel, key)
             if await self._wait(interest):
@@ -215,7 +225,7 @@ class Receiver:
             try:
                 interest.extent = self._pool.reserve_nowait(1, INBOUND)
             except TrioMoriError:
-                self._give_back(interest)
+                self.give_back(interest)
                 raise
         extent = self.book.acknowledge(interest)
         assert extent is not None
@@ -243,7 +253,7 @@ class Receiver:
             else:
                 await self._park(interest)
         except BaseException:
-            self._give_back(interest)
+            self.give_back(interest)
             raise
         if interest.failure is not None and interest.failure[0] == CHANGED_DIALECT:
             return False
@@ -295,7 +305,8 @@ class Receiver:
         assert isinstance(channel.handle, Upstream)
         return channel.handle
 
-    def _give_back(self, interest: Interest) -> None:
+    def give_back(self, interest: Interest) -> None:
+        """It is not wanted, or could not be read; the payload stays with the sender."""
         self.book.give_back(interest)
         self.flush()
 
@@ -425,6 +436,7 @@ class Receiver:
         """End all waiting, and get every destination back. False: a sender may still write into the pool."""
         self.stop()
         await self._wait_until(lambda: not self.book.touched, deadline)
+        reading = any(i.state is State.TAKEN for u in self.upstreams.values() for i in u.channel.interests.values())
         for upstream in self.upstreams.values():
             for interest in list(upstream.channel.interests.values()):
                 if interest.state is State.TAKEN:  # its copy has not ended: it stays with the sender
@@ -438,7 +450,7 @@ class Receiver:
         for upstream in self.upstreams.values():
             upstream.say_goodbye()
         await trio.lowlevel.checkpoint()
-        return not self.book.touched
+        return not (reading or self.book.touched)
 
     async def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
         with trio.CancelScope(deadline=deadline):
@@ -468,7 +480,7 @@ class Ask:
             bound = interest.epoch is not None
             if await receiver._wait(interest):
                 self.epoch = interest.epoch
-                return await receiver._take(interest)
+                return await receiver._collect(receiver._begin(interest))
             if bound:
                 raise _replaced(self._key, self._endpoint)
         return await receiver.get(self._endpoint, self._key, {})
@@ -476,7 +488,7 @@ class Ask:
     def give_back(self) -> None:
         """It is not wanted any more; it stays with the sender."""
         if self._interest is not None:
-            self._receiver._give_back(self._interest)
+            self._receiver.give_back(self._interest)
 
 
 def _replaced(key: str, endpoint: Endpoint) -> PeerRestarted:

@@ -12,7 +12,7 @@ import trio
 
 from . import _payload
 from ._buffer import ManagedBuffer
-from ._config import ConnectorConfig
+from ._config import ConnectorConfig, Endpoint
 from ._errors import (
     ConnectorClosed,
     TransferFailed,
@@ -24,6 +24,8 @@ from ._protocol.extents import OUTBOUND, Extent
 from ._protocol.keys import edge_of
 from ._protocol.outbox import Outbox, OutboxLimits
 from ._reception import NativePeer, Reception, StockPeer
+from ._staging import Reservation, plan_payload
+from ._statistics import Receipt
 from ._traffic import Traffic
 from .abc import Engine, EnginePeer, Write
 
@@ -44,6 +46,7 @@ class Sender:
         pool: Pool,
         nursery: trio.Nursery,
         deployment: wire.Deployment,
+        endpoint: Endpoint,
         local: str,
     ) -> None:
         self.epoch = os.urandom(16)
@@ -60,6 +63,7 @@ class Sender:
             ),
         )
         self._config = config
+        self._endpoint = endpoint
         self._engine = engine
         self._pool = pool
         self._nursery = nursery
@@ -73,66 +77,78 @@ class Sender:
 
     # --- puts ---------------------------------------------------------------------------------------------
 
-    async def put(self, key: str, data: object) -> _payload.Plan:
+    async def put(self, key: str, data: object) -> Receipt:
         """Copy a payload into the pool and publish it; wait for room."""
         if isinstance(data, ManagedBuffer) and data.belongs_to(self._pool):
-            self.book.shelf.check_free(key)
+            self._check_open(key)
             size = data.size
             return self._publish_buffer(key, await data.detach(OUTBOUND), size)
-        plan = self._plan(data)
-        self.book.shelf.check_free(key)
-        extent = await self._pool.reserve(plan.size, OUTBOUND)
-        entry = self.book.stage(key, extent)
+        plan = plan_payload(data)
+        self._check_open(key)
+        reservation = self._stage(key, await self._pool.reserve(plan.size, OUTBOUND), plan)
         try:
-            target = self._pool.tensor(extent, plan.size)
             if plan.size <= INLINE_COPY:
-                plan.copy_into(target)
+                reservation.fill()
             else:
-                await trio.to_thread.run_sync(plan.copy_into, target)
+                await trio.to_thread.run_sync(reservation.fill)
         except BaseException:
-            self.book.unstage(entry)
+            reservation.release()
             raise
-        self._publish(entry, plan)
-        return plan
+        return reservation.publish()
 
-    def put_nowait(self, key: str, data: object) -> _payload.Plan:
+    def put_nowait(self, key: str, data: object) -> Receipt:
         """As `put`, copying here and now, or not at all.
 
         Raises:
             NoRoom: the pool has no room now.
         """
         if isinstance(data, ManagedBuffer) and data.belongs_to(self._pool):
-            self.book.shelf.check_free(key)
+            self._check_open(key)
             size = data.size
             return self._publish_buffer(key, data.detach_nowait(OUTBOUND), size)
-        plan = self._plan(data)
-        self.book.shelf.check_free(key)
-        entry = self.book.stage(key, self._pool.reserve_nowait(plan.size, OUTBOUND))
+        reservation = self.reserve_nowait(key, plan_payload(data))
         try:
-            plan.copy_into(self._pool.tensor(entry.extent, plan.size))
+            reservation.fill()
         except BaseException:
-            self.book.unstage(entry)
+            reservation.release()
             raise
-        self._publish(entry, plan)
-        return plan
+        return reservation.publish()
 
-    def _plan(self, data: object) -> _payload.Plan:
+    def reserve_nowait(self, key: str, plan: _payload.Plan) -> Reservation:
+        """Claim room for a payload that is copied elsewhere."""
+        self._check_open(key)
+        return self._stage(key, self._pool.reserve_nowait(plan.size, OUTBOUND), plan)
+
+    def _stage(self, key: str, extent: Extent, plan: _payload.Plan) -> Reservation:
+        entry = self.book.stage(key, extent)
+        return Reservation(self, entry, plan, self._pool.tensor(extent, plan.size))
+
+    def _check_open(self, key: str) -> None:
         if self.closing:
-            raise ConnectorClosed("put after the connector was closed")
-        return _payload.plan(data.tensor if isinstance(data, ManagedBuffer) else data)
+            raise ConnectorClosed(f"put of {key!r} after the connector was closed")
+        self.book.shelf.check_free(key)
 
-    def _publish_buffer(self, key: str, extent: Extent, size: int) -> _payload.Plan:
+    def _publish_buffer(self, key: str, extent: Extent, size: int) -> Receipt:
         plan = _payload.plan(torch.empty(size, dtype=torch.uint8))  # for its header; the memory is never touched
-        self._publish(self.book.stage(key, extent), plan)
-        return plan
+        return self.publish(self.book.stage(key, extent), plan)
 
-    def _publish(self, entry: Entry, plan: _payload.Plan) -> None:
+    def publish(self, entry: Entry, plan: _payload.Plan) -> Receipt:
+        """Let receivers have what was staged and copied."""
         if self.closing:
-            self.book.unstage(entry)
+            self.unstage(entry)
             raise ConnectorClosed(f"the connector was closed during the put of {entry.key!r}")
-        self.book.publish(entry, header=plan.header, size=plan.size, is_raw=plan.is_raw, now=trio.current_time())
+        try:
+            self.book.publish(entry, header=plan.header, size=plan.size, is_raw=plan.is_raw, now=trio.current_time())
+        finally:
+            self.note_progress()
         self.traffic.count(edge_of(entry.key), plan.size)
         self.flush()
+        return Receipt(plan.size, plan.is_raw, plan.whole_header, self._endpoint)
+
+    def unstage(self, entry: Entry) -> None:
+        """Give the room of a put that failed back."""
+        self.book.unstage(entry)
+        self.note_progress()
 
     def cleanup(self, name: str, edge: str | None) -> int:
         """Drop the payload under a key and all chunks of a request; whoever fetches one next is told."""
@@ -235,10 +251,11 @@ class Sender:
         self.book.stop()
 
     async def drain(self, deadline: float) -> bool:
-        """Wait for the writes under way, then tell the receivers. False: writes have not ended."""
+        """Wait for the writes and copies under way, then tell the receivers. False: some have not ended."""
         self.stop()
-        await self._wait_until(lambda: not self.book.tickets, deadline)
-        ended = not self.book.tickets
+        # A copy into the pool from another thread is waited for as writes are.
+        await self._wait_until(lambda: not self.book.tickets and not self.book.shelf.staged, deadline)
+        ended = not self.book.tickets and not self.book.shelf.staged
         if not ended:
             self._engine.abandon()
         self.book.leave()

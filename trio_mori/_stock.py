@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from . import _stock_payload
+from ._arrival import StockArrival
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig
 from ._errors import NotReady, PeerLost, RemoteProtocolError, TransferFailed, TrioMoriError
@@ -80,39 +80,14 @@ class _Socket:
                 raise PeerLost(f"the connection to {self.link.address} broke", peer=self.link.address)
 
 
-@attrs.frozen
-class _Arrival:
-    """A payload in our pool."""
-
-    extent: Extent
-    size: int
-    is_raw: bool
-
-
 @attrs.define(eq=False)
 class _Attempt:
     """What `get_nowait` set in motion for one key."""
 
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     over: bool = False
-    arrival: _Arrival | None = None
+    arrival: StockArrival | None = None
     error: TrioMoriError | None = None
-
-
-@attrs.frozen
-class Fetched:
-    """What a get of a stock sender brings: a ManagedBuffer if it is raw, for dtype and shape do not travel here."""
-
-    value: object
-    size: int
-
-
-@attrs.frozen
-class Leased:
-    """The bytes of a payload where they arrived."""
-
-    buffer: ManagedBuffer
-    is_raw: bool
 
 
 class StockSender:
@@ -149,17 +124,23 @@ class StockSender:
 
     # --- gets ---------------------------------------------------------------------------------------------
 
-    async def get(self, key: str, known: Mapping[str, object]) -> Fetched | None:
+    async def take(self, key: str, known: Mapping[str, object]) -> StockArrival | None:
         """The payload; None when this was retired meanwhile."""
-        arrival = await self._fetch(key, known)
-        return None if arrival is None else self._fetched(arrival)
+        pause = FIRST_PAUSE
+        with trio.CancelScope() as scope:
+            self._asking[scope] = None
+            try:
+                while not self._retired:
+                    arrival = await self._try(key, known)
+                    if arrival is not None:
+                        return arrival
+                    await trio.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+            finally:
+                del self._asking[scope]
+        return None
 
-    async def lease(self, key: str, known: Mapping[str, object]) -> Leased | None:
-        """The payload where it arrived; None when this was retired meanwhile."""
-        arrival = await self._fetch(key, known)
-        return None if arrival is None else Leased(self._buffer(arrival.extent, arrival.size), arrival.is_raw)
-
-    def get_nowait(self, key: str, known: Mapping[str, object]) -> Fetched:
+    def take_nowait(self, key: str, known: Mapping[str, object]) -> StockArrival:
         """The payload if an attempt that was begun by an earlier call has brought it; else begin one.
 
         Raises:
@@ -175,7 +156,7 @@ class StockSender:
         if attempt.error is not None:
             raise attempt.error
         assert attempt.arrival is not None
-        return self._fetched(attempt.arrival)
+        return attempt.arrival
 
     async def _attempt(self, attempt: _Attempt, key: str, known: Mapping[str, object]) -> None:
         try:
@@ -185,7 +166,7 @@ class StockSender:
             attempt.error = error
         attempt.over = True
         if attempt.arrival is not None and self._attempts.get(key) is not attempt:
-            self._book.release(attempt.arrival.extent)  # it was cancelled when it had come already
+            attempt.arrival.give_back()  # it was cancelled when it had come already
 
     def cancel(self, is_meant: Callable[[str], bool]) -> int:
         """Give up what `get_nowait` began for these keys; returns for how many. What has come already is lost."""
@@ -197,7 +178,7 @@ class StockSender:
     def _drop(self, attempt: _Attempt) -> None:
         attempt.scope.cancel()
         if attempt.arrival is not None:
-            self._book.release(attempt.arrival.extent)
+            attempt.arrival.give_back()
 
     def retire(self) -> None:
         """Ask nothing any more, and let whoever waits know. Idempotent."""
@@ -208,31 +189,9 @@ class StockSender:
         while self._idle:
             self._idle.pop().over.set()
 
-    def _fetched(self, arrival: _Arrival) -> Fetched:
-        buffer = self._buffer(arrival.extent, arrival.size)
-        if arrival.is_raw:
-            return Fetched(buffer, arrival.size)
-        with buffer:
-            return Fetched(_stock_payload.stock_decode(buffer.to_bytes()), arrival.size)
-
-    async def _fetch(self, key: str, known: Mapping[str, object]) -> _Arrival | None:
-        pause = FIRST_PAUSE
-        with trio.CancelScope() as scope:
-            self._asking[scope] = None
-            try:
-                while not self._retired:
-                    arrival = await self._try(key, known)
-                    if arrival is not None:
-                        return arrival
-                    await trio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
-            finally:
-                del self._asking[scope]
-        return None
-
     # --- requests -----------------------------------------------------------------------------------------
 
-    async def _try(self, key: str, known: Mapping[str, object]) -> _Arrival | None:
+    async def _try(self, key: str, known: Mapping[str, object]) -> StockArrival | None:
         """Ask for a payload once. None: it is not there, or there was no answer."""
         self._book.check_quarantine(key)
         async with self._socket() as socket:
@@ -240,7 +199,7 @@ class StockSender:
             if found is None:
                 return None
             extent = await self._pull(socket, key, found.data_size)
-            return _Arrival(extent, found.data_size, found.is_fast_path)
+            return StockArrival(key, self._buffer(extent, found.data_size), is_raw=found.is_fast_path)
 
     async def _find(self, socket: _Socket, key: str, known: Mapping[str, object]) -> wire.StockFound | None:
         """The size of a payload, from put's metadata or by a query; None if the sender does not have it."""

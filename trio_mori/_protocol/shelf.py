@@ -38,6 +38,11 @@ class Shelf:
         self._staged[entry] = None
         return entry
 
+    @property
+    def staged(self) -> int:
+        """How many puts are under way."""
+        return len(self._staged)
+
     def check_free(self, key: str) -> None:
         """Whether a new payload may take this key.
 
