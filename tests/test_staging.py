@@ -60,8 +60,8 @@ async def test_a_reservation_is_refused_as_a_put_is() -> None:
     async with open_pair() as pair, trio.open_nursery() as nursery:
         with pytest.raises(WrongRole):
             pair.receiver.reserve_nowait("0", "1", "k", plan_payload(b"x"))
+        kept = pair.sender.reserve_nowait("0", "1", "k", plan_payload(filled(POOL - UNIT)))
         with pytest.raises(NoRoom):
-            kept = pair.sender.reserve_nowait("0", "1", "k", plan_payload(filled(POOL - UNIT)))
             pair.sender.reserve_nowait("0", "1", "l", plan_payload(filled(2 * UNIT)))
         kept.release()
         outcome = await pair.hold_one(nursery, "k", filled(1000))
