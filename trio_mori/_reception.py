@@ -75,6 +75,7 @@ class Reception:
             local: Name of the link for processes of this host; empty: there is none.
         """
         self.malformed = 0
+        self._stock_peers: dict[EnginePeer, trio.CancelScope] = {}  # and who waits for the end of each
         self._local = local
         self._sender = sender
         self._book = sender.book
@@ -124,19 +125,26 @@ class Reception:
 
     def _say_goodbye(self, session: Session) -> None:
         self._book.bye(session)
-        self._drop_receiver(session)
+        self.drop_receiver(session)
 
-    def _drop_receiver(self, session: Session) -> None:
+    def drop_receiver(self, session: Session) -> None:
+        """Forget a receiver that has left, once no write to it is under way.
+
+        Until then the end of its process is waited for: it may be the only proof that a write has ended.
+        """
+        self._sender.note_progress()
+        if self._book.is_written_to(session):
+            return
         receiver = session.handle
         assert isinstance(receiver, NativePeer)
         receiver.fence.cancel()
-        self._sender.note_progress()
         self._drop_peer(receiver.peer)
 
     def _drop_peer(self, peer: EnginePeer) -> None:
-        """Unless a session reaches its pool by it."""
+        """Unless a receiver is reached by it, of either dialect."""
         handles = (s.handle for s in self._book.sessions.values())
-        if not any(isinstance(h, NativePeer) and h.peer is peer for h in handles):
+        native = any(isinstance(h, NativePeer) and h.peer is peer for h in handles)
+        if not native and peer not in self._stock_peers:
             self._engine.drop_peer(peer)
 
     def _on_route_gone(self, link: Link, route: bytes) -> None:
@@ -172,7 +180,7 @@ class Reception:
             self._mismatch(link, route, hello, str(error))
             return
         while self._book.forgotten:
-            self._drop_receiver(self._book.forgotten.pop())
+            self.drop_receiver(self._book.forgotten.pop())
         if session is None:
             link.send(wire.encode(wire.Stale(hello.session, hello.generation, self._sender.epoch)), route)
             return
@@ -221,10 +229,9 @@ class Reception:
         """End a session when its process is proven dead."""
         with receiver.fence:
             await self._engine.wait_fenced(receiver.peer)
-            if self._book.sessions.get(session.token) is session:
-                self._book.fenced(session, trio.current_time())
-                self._drop_receiver(session)
-                self._sender.flush()
+            self._book.fenced(session, trio.current_time())
+            self.drop_receiver(session)
+            self._sender.flush()
 
     # --- stock receivers ----------------------------------------------------------------------------------
 
@@ -256,6 +263,7 @@ class Reception:
             logger.warning("pull of %r refused: %s", request.request_id, error)
             link.send(wire.encode_stock_answer(wire.TRANSFER_ERROR), event.route)
             return
+        self._keep_stock_peer(peer)
         caller.handle = StockPeer(link, peer, trio.current_time())
         if entry is None or size is None:
             self._book.refuse(caller)
@@ -263,6 +271,24 @@ class Reception:
         if request.length != size:
             logger.warning("pull of %r refused: it asks for %d bytes of %d", entry.key, request.length, size)
         self._book.pull(caller, entry, destination=request.dst_offset, length=request.length, region_size=peer.size)
+
+    def _keep_stock_peer(self, peer: EnginePeer) -> None:
+        """Stock receivers never say that they leave: the oldest make place, and those whose process has ended."""
+        if peer in self._stock_peers:
+            return
+        if len(self._stock_peers) >= self._config.max_peers:
+            self._forget_stock_peer(next(iter(self._stock_peers)))
+        self._stock_peers[peer] = trio.CancelScope()
+        self._nursery.start_soon(self._watch_stock, peer, self._stock_peers[peer])
+
+    async def _watch_stock(self, peer: EnginePeer, scope: trio.CancelScope) -> None:
+        with scope:
+            await self._engine.wait_fenced(peer)
+            self._forget_stock_peer(peer)
+
+    def _forget_stock_peer(self, peer: EnginePeer) -> None:
+        self._stock_peers.pop(peer).cancel()
+        self._drop_peer(peer)
 
     def _stock_size(self, entry: Entry) -> int | None:
         """Bytes of an entry's stock form, which is built now if it must be; None when that cannot be."""

@@ -189,8 +189,12 @@ class Sender:
             receiver.composing = False
             if not session.outgoing or session.handle is not receiver:  # it went over to another link
                 return None
-            messages, session.outgoing = session.outgoing, []
-            return wire.encode(wire.Replies(session.token, session.generation, self.epoch, messages))
+            batch = wire.Replies(session.token, session.generation, self.epoch, session.outgoing)
+            frames, count = wire.encode_batch(batch)
+            session.outgoing = session.outgoing[count:]
+            if session.outgoing:
+                self._compose_later(session)
+            return frames
 
         receiver.link.send(compose, receiver.route)
 
@@ -229,6 +233,8 @@ class Sender:
             logger.warning("write of %d bytes of %r failed: %s", ticket.size, ticket.entry.key, error)
         self.book.write_ended(ticket, trio.current_time(), error)
         self.note_progress()
+        if isinstance(ticket.holder, Fetch) and self.book.has_left(ticket.holder.session):
+            self.reception.drop_receiver(ticket.holder.session)
 
     def note_progress(self) -> None:
         """A write or a session ended, which a closing sender may wait for."""

@@ -168,8 +168,12 @@ class Upstream:
         channel = self.channel
         if not channel.outgoing or channel.epoch is None:
             return None
-        messages, channel.outgoing = channel.outgoing, []
-        return wire.encode(wire.Requests(channel.token, channel.generation, channel.epoch, messages))
+        batch = wire.Requests(channel.token, channel.generation, channel.epoch, channel.outgoing)
+        frames, count = wire.encode_batch(batch)
+        channel.outgoing = channel.outgoing[count:]
+        if channel.outgoing:
+            self.compose_later()
+        return frames
 
     @property
     def has_heard(self) -> bool:

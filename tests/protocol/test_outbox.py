@@ -465,3 +465,23 @@ def test_an_acknowledgement_of_an_earlier_payload_does_not_swallow_the_news_abou
     desk.hear(session, wire.Ack([1]))
     desk.fetch(session, 2)
     assert codes(desk, session) == [wire.GONE]
+
+
+def test_news_that_a_silent_receiver_cannot_have_heard_wake_the_sender_for_the_next_one() -> None:
+    desk = SenderDesk(transfer_timeout=lambda size: 100.0)
+    session = desk.meet()
+    entry = desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    desk.book.cleanup([entry])
+    desk.now += 31  # the receiver's time is over, while its write goes on
+    desk.book.expire(desk.now)
+    desk.book.next_deadline()
+    desk.end(ticket)
+    assert desk.book.alarm <= desk.now
+    desk.wait(0)
+    other = desk.meet(b"B")
+    desk.fetch(other, 1)
+    failure = desk.said(other)[0]
+    assert isinstance(failure, wire.Failed)
+    assert failure.code == wire.GONE

@@ -238,9 +238,16 @@ class Inbox:
             epoch: Ask this incarnation of the sender only, and fail when it is gone.
 
         Raises:
-            NoRoom: too much of the pool is in quarantine.
+            NoRoom: too much of the pool is in quarantine, or too much is asked for already.
         """
         self.check_quarantine(key)
+        if len(channel.interests) >= wire.MAX_OPEN:
+            raise NoRoom(
+                f"get of {key!r} refused: {wire.MAX_OPEN} gets of this sender are open, which is the most; "
+                "wait for some of them, or cancel them",
+                size=0,
+                free=self._extents.free_bytes,
+            )
         interest = Interest(channel, key, channel.next_id)
         channel.next_id += 1
         channel.interests[interest.id] = interest

@@ -177,7 +177,7 @@ class Outbox:
             if len(self.sessions) >= self.limits.max_sessions:
                 self._evict()
             session = self.sessions[token] = Session(token, generation, region_size, handle, now)
-            self.alarm = min(self.alarm, now + self.limits.acknowledge_timeout)
+            self._await_word(session)
             return session
         if generation < session.generation:
             return None
@@ -206,6 +206,10 @@ class Outbox:
     def disconnected(self, session: Session) -> None:
         """Its link broke. Writes under way go on; none is started until it is back."""
         session.connected = False
+        self._await_word(session)
+
+    def _await_word(self, session: Session) -> None:
+        """If nothing is heard of it in time, what it was told and given counts as unheard."""
         self.alarm = min(self.alarm, session.last_heard + self.limits.acknowledge_timeout)
 
     def bye(self, session: Session) -> None:
@@ -215,8 +219,17 @@ class Outbox:
             self._withdraw(fetch)
         session.outgoing.clear()
         self.talking.pop(session, None)
-        if self.sessions.get(session.token) is session:
+        if not self.has_left(session):
             del self.sessions[session.token]
+
+    def has_left(self, session: Session) -> bool:
+        """Whether it was forgotten."""
+        return self.sessions.get(session.token) is not session
+
+    def is_written_to(self, session: Session) -> bool:
+        """Whether a write to it may still be under way."""
+        holders = (t.holder for t in self.tickets)
+        return any(isinstance(h, Fetch) and h.session is session for h in holders)
 
     def fenced(self, session: Session, now: float) -> None:
         """Its process is proven dead: as `bye`, and writes that the engine gave up on are over, too.
@@ -235,7 +248,7 @@ class Outbox:
         self, session: Session, message: wire.Fetch | wire.Cancel | wire.Ack | wire.Heartbeat, now: float
     ) -> None:
         """A message of a session arrived, with the right generation and epoch."""
-        if self.sessions.get(session.token) is not session:
+        if self.has_left(session):
             return  # it stood behind a farewell
         session.last_heard = now
         if not session.connected:
@@ -253,7 +266,7 @@ class Outbox:
 
     def _revive(self, session: Session) -> None:
         session.connected = True
-        self.alarm = min(self.alarm, session.last_heard + self.limits.acknowledge_timeout)
+        self._await_word(session)
         for fetch in list(session.fetches.values()):
             if fetch.state is Want.WAITING:
                 self._look_for(fetch)
@@ -472,7 +485,7 @@ class Outbox:
         else:
             holder.state = step(WANT_TABLE, holder.state, Step.DELIVER)
             holder.given = entry
-            self.alarm = min(self.alarm, holder.session.last_heard + self.limits.acknowledge_timeout)
+            self._await_word(holder.session)
             entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
             self.counters.delivered += 1
             self._say(holder.session, wire.Done(holder.id, holder.round, entry.size, entry.header))
@@ -546,6 +559,8 @@ class Outbox:
         fetch.entry = None
         fetch.failure = wire.Failed(fetch.id, code, detail[:1024], settled)
         fetch.lost = code if code in (wire.EXPIRED, wire.GONE) else 0
+        if fetch.lost:
+            self._await_word(fetch.session)
         self._say(fetch.session, fetch.failure)
 
     def _leave_queue(self, fetch: Fetch) -> None:
@@ -556,7 +571,7 @@ class Outbox:
                 del self._interests[fetch.key]
 
     def _say(self, session: Session, message: wire.ToReceiver) -> None:
-        if self.sessions.get(session.token) is session:
+        if not self.has_left(session):
             session.outgoing.append(message)
             self.talking[session] = None
 

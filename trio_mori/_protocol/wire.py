@@ -27,8 +27,11 @@ VERSION = 1
 OLDEST_VERSION = 1
 
 # A message larger than this is refused before it is decoded. Skeletons above 32 KiB travel in the pool, so that
-# what remains is a heartbeat with all of a peer's open fetches (4096 ids of at most 9 bytes, three lists).
+# what remains is a heartbeat with all of a peer's open fetches (see `MAX_OPEN`).
 MAX_BODY = 1 << 20
+
+# Fetches that are not over, of one receiver at one sender. Each is listed in every heartbeat by at most 9 bytes.
+MAX_OPEN = 32768
 
 Uint = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Ids = Annotated[list[Uint], msgspec.Meta(max_length=65536)]
@@ -255,6 +258,17 @@ _from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(From
 def encode(body: FromReceiver | FromSender) -> list[bytes]:
     """The frames of one native message."""
     return [MAGIC, b"\xc1" + _encoder.encode(body)]
+
+
+def encode_batch(batch: Requests | Replies) -> tuple[list[bytes], int]:
+    """The frames of a batch's first messages, and how many they are: not so many that a peer would refuse them."""
+    count = len(batch.messages)
+    while True:
+        frames = encode(batch)
+        if len(frames[1]) <= MAX_BODY or count == 1:
+            return frames, count
+        count = (count + 1) // 2
+        batch = msgspec.structs.replace(batch, messages=batch.messages[:count])
 
 
 def is_native(frames: Sequence[bytes]) -> bool:
