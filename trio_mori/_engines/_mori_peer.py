@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import secrets
+import time
+from math import inf
 from typing import Annotated
 
 import msgspec
 import torch
 import trio
 
-from .._errors import DescriptorRefused
+from .._errors import DescriptorRefused, TransferFailed
 from ..abc import Descriptor, Engine, EnginePeer
 from ._fence import Fence
 from ._mori_library import EngineDesc, Library, MemoryDesc, Session
 from ._mori_outlet import Outlet
-from ._process import Process
-
-# A key of ours names the process, so that a peer that has it can be fenced; stock peers have keys of another form.
-_KEY = re.compile(r"trio-mori-1:([0-9a-f]{32}):(\d{1,19}):(\d{1,7}):(\d{1,19}):[0-9a-f]{16}")
 
 # MemoryLocationType in packed form.
 _GPU = 2
@@ -51,20 +47,6 @@ _engine = msgspec.msgpack.Decoder(_PackedEngine)
 _memory = msgspec.msgpack.Decoder(_PackedMemory)
 
 
-def new_key(process: Process) -> str:
-    """A key for an engine of this process that no engine ever had, and none will have."""
-    return f"trio-mori-1:{process.boot}:{process.namespace}:{process.pid}:{process.started}:{secrets.token_hex(8)}"
-
-
-def process_of(key: str) -> Process | None:
-    """The process that a key of ours names; None for a key of somebody else's."""
-    match = _KEY.fullmatch(key)
-    if match is None:
-        return None
-    boot, namespace, pid, started = match.groups()
-    return Process(boot, int(namespace), int(pid), int(started))
-
-
 class MoriPeer(EnginePeer):
     """Another engine's pool. Mori hears of it, and maps it, at the first write.
 
@@ -72,25 +54,23 @@ class MoriPeer(EnginePeer):
         owner: The engine whose peer it is; None once it was dropped.
         engine: Mori's own form of the descriptor's halves.
         memory: As `engine`.
-        process: The peer's process, where its key tells.
         pool: Its memory, if it is of this process.
         fence: Tells when it is over; None where nothing can.
+        seen: When it was last seen to be there, by `time.monotonic`.
         outlet: What writes to it; None until the first write.
         opening: Held by the first write.
         session: The short way, once a write has succeeded.
         writes: `write` calls under way.
     """
 
-    def __init__(
-        self, descriptor: Descriptor, engine: EngineDesc, memory: MemoryDesc, size: int, process: Process | None
-    ) -> None:
+    def __init__(self, descriptor: Descriptor, engine: EngineDesc, memory: MemoryDesc, size: int) -> None:
         self.descriptor = descriptor
         self.owner: Engine | None = None
         self.engine = engine
         self.memory = memory
-        self.process = process
         self.pool: torch.Tensor | None = None
         self.fence: Fence | None = None
+        self.seen = -inf
         self.outlet: Outlet | None = None
         self.opening = trio.Lock()
         self.session: Session | None = None
@@ -105,9 +85,17 @@ class MoriPeer(EnginePeer):
     def size(self) -> int:
         return self._size
 
-    def is_fenced(self) -> bool:
-        """Whether it is proven to be over."""
-        return self.fence is not None and self.fence.is_over()
+    def check_present(self) -> None:
+        """Refuse a write to a peer that was dropped, or is proven to be over.
+
+        Raises:
+            TransferFailed: settled.
+        """
+        if self.owner is None:
+            raise TransferFailed(f"write to {self.identity} refused: it was dropped")
+        if self.fence is not None and self.fence.is_over():
+            raise TransferFailed(f"write to {self.identity} refused: its process has exited, or its engine was closed")
+        self.seen = time.monotonic()
 
 
 def decode(library: Library, descriptor: Descriptor, *, gpu: bool) -> MoriPeer:
@@ -139,7 +127,7 @@ def decode(library: Library, descriptor: Descriptor, *, gpu: bool) -> MoriPeer:
         ours, theirs = library.EngineDesc.unpack(descriptor.engine), library.MemoryDesc.unpack(descriptor.memory)
     except (RuntimeError, ValueError) as error:
         raise DescriptorRefused(f"{who}: refused by Mori: {error}") from error
-    peer = MoriPeer(descriptor, ours, theirs, memory.size, process_of(engine.key))  # type: ignore[arg-type]
+    peer = MoriPeer(descriptor, ours, theirs, memory.size)  # type: ignore[arg-type]
     if peer.engine.pack() != descriptor.engine or peer.memory.pack() != descriptor.memory:
         raise DescriptorRefused(
             f"{who}: packed by another release of Mori, or altered: install the same amd-mori on both sides"
