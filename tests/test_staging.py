@@ -6,7 +6,7 @@ import pytest
 import torch
 import trio
 import trio.testing
-from rig import POOL, UNIT, assert_books_agree, assert_free, filled, open_pair
+from rig import POOL, UNIT, assert_books_agree, assert_free, filled, open_pair, wait_until
 
 from trio_mori import ConnectorClosed, InternalError, KeyBusy, NoRoom, NotReady, WrongRole, plan_payload
 from trio_mori._errors import UnsupportedPayload
@@ -91,6 +91,32 @@ async def test_what_was_taken_and_given_back_is_there_for_the_next_get() -> None
         arrival.give_back()
         assert torch.equal(await pair.get("k"), filled(1000))
         await pair.assert_whole()
+
+
+async def test_what_was_taken_can_stay_where_it_arrived() -> None:
+    async with open_pair() as pair:
+        await pair.put("k", filled(1000))
+        await pair.put("empty", {})
+        lease = (await pair.receiver.take("0", "1", "k")).keep()
+        assert torch.equal(lease.tensor, filled(1000))
+        await wait_until(lambda: not pair.sender.statistics().held.get("delivered"))
+        assert pair.receiver.statistics().held["leased"] == 16 * UNIT
+        nothing = (await pair.receiver.take("0", "1", "empty")).keep()
+        assert nothing.value() == {}
+        lease.buffer.release()
+        nothing.buffer.release()
+        await pair.assert_whole()
+
+
+@pytest.mark.parametrize(
+    ("data", "raw"), [(filled(10), True), (b"x", True), ({"x": filled(10)}, False), ([filled(10)], False), ("x", False)]
+)
+async def test_an_arrival_knows_whether_it_is_raw(data: object, raw: bool) -> None:
+    async with open_pair() as pair:
+        receipt = await pair.put("k", data)
+        arrival = await pair.receiver.take("0", "1", "k")
+        assert arrival.is_raw is receipt.is_raw is raw
+        arrival.give_back()
 
 
 async def test_take_nowait_asks_once_and_finds_it_later() -> None:

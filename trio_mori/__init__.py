@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ._chunks import ChunkReceiver as ChunkReceiver
     from ._chunks import ChunkSender as ChunkSender
     from ._config import ConnectorConfig as ConnectorConfig
+    from ._config import port_for as port_for
     from ._connector import Connector as Connector
     from ._connector import open_connector as open_connector
     from ._deploy import DeployFile as DeployFile
@@ -62,7 +63,7 @@ _HOMES = {
     "_arrival": ("Arrival", "StockArrival"),
     "_buffer": ("ManagedBuffer",),
     "_chunks": ("ChunkReceiver", "ChunkSender"),
-    "_config": ("ConnectorConfig",),
+    "_config": ("ConnectorConfig", "port_for"),
     "_connector": ("Connector", "open_connector"),
     "_deploy": ("DeployFile", "load_deploy"),
     "_engines": ("open_engine",),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from . import _stock_payload
+import torch
+
+from . import _payload, _stock_payload
 from ._buffer import ManagedBuffer
 from ._errors import ConnectorClosed
+from ._lease import Lease
 from ._protocol.inbox import Interest, State
-
-if TYPE_CHECKING:
-    import torch
 
 
 class _Taker(Protocol):
@@ -20,15 +20,17 @@ class _Taker(Protocol):
 
     def finish(self, interest: Interest) -> None: ...
 
+    def keep(self, interest: Interest) -> Lease: ...
+
     def give_back(self, interest: Interest) -> None: ...
 
 
 class Arrival:
     """A payload that has come, and that its sender keeps until `finish`. Made by `Connector.take`.
 
-    Copy with `restore`, in any thread, and end it with `finish` or `give_back` in the connector's own. Until then a
-    close waits for it, and if that takes longer than `close_grace`, the memory is kept for the rest of the process
-    rather than pulled away under the copy.
+    Copy with `restore`, in any thread, and end it with `finish`, `keep` or `give_back` in the connector's own. Until
+    then a close waits for it, and if that takes longer than `close_grace`, the memory is kept for the rest of the
+    process rather than pulled away under the copy.
 
     Attributes:
         key: Its full key, ``{key}@{from}_{to}``.
@@ -42,6 +44,15 @@ class Arrival:
         self._interest = interest
         self._source = source
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether it is one tensor or bytes, and its bytes in the pool are all there is to it.
+
+        Raises:
+            RemoteProtocolError: the sender's description of it is malformed.
+        """
+        return _payload.is_raw(self._interest.header)
+
     def restore(self) -> object:
         """The payload, in memory of its own."""
         return self._taker.restore(self._interest, self._source)
@@ -52,13 +63,28 @@ class Arrival:
         Raises:
             ConnectorClosed: the connector was closed before the copy had ended; the payload is the sender's still.
         """
-        if self._interest.state is not State.TAKEN:
-            raise ConnectorClosed(f"the connector was closed before get had copied {self.key!r}")
+        self._check_open()
         self._taker.finish(self._interest)
+
+    def keep(self) -> Lease:
+        """Have it where it arrived instead of a copy, for as long as the caller likes, and let the sender forget it.
+
+        Release `Lease.buffer` when it is not needed any more.
+
+        Raises:
+            ConnectorClosed: the connector was closed meanwhile; the payload is the sender's still.
+            NoRoom: it has no bytes in the pool, and there is no room for any; it was given back.
+        """
+        self._check_open()
+        return self._taker.keep(self._interest)
 
     def give_back(self) -> None:
         """It is not wanted after all; it stays with the sender."""
         self._taker.give_back(self._interest)
+
+    def _check_open(self) -> None:
+        if self._interest.state is not State.TAKEN:
+            raise ConnectorClosed(f"the connector was closed before get had copied {self.key!r}")
 
 
 class StockArrival:
@@ -86,6 +112,11 @@ class StockArrival:
 
     def finish(self) -> None:
         """There is nobody to tell."""
+
+    def keep(self) -> Lease:
+        """Have it where it arrived instead of a copy. Release `Lease.buffer` when it is not needed any more."""
+        header = _payload.plan(torch.empty(self.size, dtype=torch.uint8)).header if self.is_raw else None
+        return Lease(self.buffer, header, {})  # the stock form restores no struct types
 
     def give_back(self) -> None:
         """It is not wanted after all, and lost."""

@@ -14,7 +14,7 @@ what the encoding for stock peers needs (see `trio_mori._stock_payload`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import attrs
 import msgspec
@@ -30,6 +30,9 @@ ALIGNMENT = 64
 
 # Longer headers lie in the pool (DESIGN: control messages stay small, so that none waits behind a long one).
 INLINE_HEADER = 32 << 10
+
+# The longest header of a single tensor: MAX_DIMS dimensions of nine bytes, its dtype and offset.
+RAW_HEADER = 1024
 
 # Deeper nesting than this was seen in no payload of vllm-omni; it stays far below every recursion limit.
 MAX_DEPTH = 64
@@ -181,15 +184,34 @@ def open_header(header: bytes, fetch: Callable[[int, int], bytes]) -> Header:
     Raises:
         RemoteProtocolError: it is not a header, is of another version, or has too many items.
     """
-    classes, skeleton = _parts(header)
-    if type(classes) is int and type(skeleton) is int:
-        classes, skeleton = _parts(fetch(classes, skeleton))
+    parts = _parts(header)
+    if _is_spilled(parts):
+        parts = _parts(fetch(*parts))
+    return _header(parts)
+
+
+def open_inline(header: bytes) -> Header | None:
+    """As `open_header`; None if the real header lies among the bytes.
+
+    Raises:
+        RemoteProtocolError: as `open_header`.
+    """
+    parts = _parts(header)
+    return None if _is_spilled(parts) else _header(parts)
+
+
+def _is_spilled(parts: list[Any]) -> bool:
+    return type(parts[0]) is int and type(parts[1]) is int
+
+
+def _header(parts: list[Any]) -> Header:
+    classes, skeleton = parts
     if type(classes) is not list:
         junk("no table of struct types")
     return Header([_struct_class(row) for row in classes] if classes else (), skeleton)
 
 
-def _parts(header: bytes) -> list[object]:
+def _parts(header: bytes) -> list[Any]:
     if header[:1] != b"\x01":
         junk(f"it begins with {bytes(header[:1])!r}, where version {VERSION} is understood here")
     bound_items(header, at=1, limit=ITEMS_PER_NODE * MAX_NODES)

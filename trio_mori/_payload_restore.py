@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -32,6 +33,7 @@ from ._payload_format import (
     NAMEDTUPLE,
     ORDERED,
     PAIRS,
+    RAW_HEADER,
     SCALAR,
     SET,
     SIZE,
@@ -45,6 +47,7 @@ from ._payload_format import (
     junk,
     nbytes_of,
     open_header,
+    open_inline,
 )
 from ._payload_structs import rebuild, type_name
 
@@ -84,11 +87,77 @@ def restore(
         UnsupportedPayload: numpy or PIL is needed and cannot be imported.
         ConfigError: a type in `payload_types` that arrived is no struct type.
     """
+    if copy and device is None and source.is_cpu:
+        lone = glance(header).lone
+        if lone is not None and lone.nbytes <= source.numel():
+            result = new_tensor(lone.dtype, lone.shape)
+            memmove(result.data_ptr(), source.data_ptr(), lone.nbytes)
+            return Restored(result, ())
     listed = payload_types if isinstance(payload_types, Mapping) else {type_name(each): each for each in payload_types}
     place = None if device is None else torch.device(device)
     restorer = _Restorer(source, listed, place, copy=copy)
     opened = open_header(header, restorer.fetch)
     return Restored(restorer.build(opened, opened.skeleton, 0), tuple(sorted(restorer.unknown)))
+
+
+@attrs.frozen
+class Lone:
+    """One tensor with nothing around it, at the beginning of the bytes."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    nbytes: int
+
+
+@attrs.frozen
+class Glance:
+    """What a short header says at first sight.
+
+    Attributes:
+        is_raw: The payload is one tensor or bytes.
+        lone: The tensor, if it is one and all that can be checked without its bytes was.
+    """
+
+    is_raw: bool
+    lone: Lone | None
+
+
+_RATHER_LONG = Glance(False, None)
+
+
+def glance(header: bytes) -> Glance:
+    """What can be said of a header without the bytes.
+
+    Raises:
+        RemoteProtocolError: it is malformed.
+    """
+    return _glance(header) if len(header) <= RAW_HEADER else _RATHER_LONG
+
+
+def is_raw(header: bytes) -> bool:
+    """Whether a payload is one tensor or bytes.
+
+    Raises:
+        RemoteProtocolError: the header is malformed.
+    """
+    return glance(header).is_raw
+
+
+# Most payloads of an edge have the same few shapes: a header that was seen before takes 0.1 us instead of 8.
+@lru_cache(maxsize=256)
+def _glance(header: bytes) -> Glance:
+    opened = open_inline(header)
+    item = None if opened is None else opened.skeleton
+    if type(item) is not list or not item or item[0] not in (TENSOR, BYTES):
+        return _RATHER_LONG
+    if item[0] == BYTES or len(item) != 4 or item[3] != 0 or type(item[2]) is not list:
+        return Glance(True, None)
+    _, name, shape, _ = item
+    dtype = DTYPES.get(name) if type(name) is str else None
+    if dtype is None or set(map(type, shape)) - {int}:
+        return Glance(True, None)
+    nbytes = nbytes_of(dtype.itemsize, shape)
+    return Glance(True, Lone(dtype, shape, nbytes) if nbytes > 0 else None)
 
 
 class _Restorer:

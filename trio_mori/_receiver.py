@@ -199,39 +199,24 @@ class Receiver:
     @asynccontextmanager
     async def lease(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> AsyncIterator[Lease]:
         """The payload where it arrived, for as long as the block lasts."""
-        lease = await self._lease(endpoint, key, known)
+        lease = (await self.take(endpoint, key, known)).keep()
         with lease.buffer:
             yield lease
 
-    async def _lease(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> Lease:
-        while True:
-            upstream = await self._ready_upstream(endpoint)
-            interest = upstream.parked.pop(key, None)
-            if interest is None and upstream.stock is not None:
-                arrival = await upstream.stock.take(key, known)
-                if arrival is None:
-                    continue
-                size = arrival.size
-                self.traffic.count(edge_of(key), size)
-                header = _payload.plan(torch.empty(size, dtype=torch.uint8)).header if arrival.is_raw else None
-                return Lease(arrival.buffer, header, self._payload_types)
-            if interest is None:
-                interest = self.book.post(upstream.channel, key)
-            if await self._wait(interest):
-                break
-        self.book.take(interest)
-        size, header = interest.size, interest.header
+    def keep(self, interest: Interest) -> Lease:
+        """It stays where it arrived, and the sender may forget it."""
         if interest.extent is None:  # a payload without tensors; a buffer wants memory all the same
             try:
                 interest.extent = self._pool.reserve_nowait(1, INBOUND)
             except TrioMoriError:
                 self.give_back(interest)
                 raise
+        self.traffic.count(edge_of(interest.key), interest.size)
         extent = self.book.acknowledge(interest)
         assert extent is not None
-        self.traffic.count(edge_of(key), size)
+        self.note_progress()
         self.flush()
-        return Lease(self.buffer(extent, size), header, self._payload_types)
+        return Lease(self.buffer(extent, interest.size), interest.header, self._payload_types)
 
     def buffer(self, extent: Extent, size: int) -> ManagedBuffer:
         """Hand memory that was acknowledged to a caller."""

@@ -23,7 +23,7 @@ from ._connector import Connector
 from ._portal import Portal
 from ._statistics import ConnectorStatistics, Receipt
 
-__all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "open_connector"]
+__all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "Portal", "open_connector"]
 
 
 T = TypeVar("T")
