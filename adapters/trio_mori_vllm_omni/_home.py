@@ -1,0 +1,386 @@
+"""The trio side: one thread for all connectors of a process, and the core connectors that they share.
+
+Two connectors that vllm-omni makes with one configuration in one process are two `Client`s of one `Shared`, which has
+the memory, the port and what was polled for. What is said of "the loop" below runs in that one thread; everything else
+runs in whatever thread vllm-omni calls from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+import attrs
+import trio
+
+from trio_mori import (
+    Arrival,
+    ConnectorClosed,
+    ConnectorConfig,
+    PayloadLost,
+    Plan,
+    Reservation,
+    StockArrival,
+    open_connector,
+)
+from trio_mori import Connector as Core
+
+from ._core import Portal
+from ._interests import PAUSE, Interest, Interests, State
+from ._ports import mark_port
+from ._reasons import Reasons
+
+logger = logging.getLogger("trio_mori.vllm_omni")
+
+T = TypeVar("T")
+AnyArrival = Arrival | StockArrival
+
+# How long closing is waited for, in every state. What has not ended by then goes on ending in the loop.
+CLOSE_LIMIT = 1.8
+
+
+class Shared:
+    """The core connectors behind the connectors of one configuration. Made and used in the loop but where it says so.
+
+    A core connector is opened when it is needed first: a receiver at the first get, a sender, which listens, at the
+    first put. So an instance that is never used, as vllm-omni's workers have one, holds neither memory nor a port.
+    """
+
+    def __init__(self, config: ConnectorConfig, nursery: trio.Nursery) -> None:
+        self.config = config
+        self.reasons = Reasons(config.stage_id)
+        self.users = 0
+        self.closed = trio.Event()
+        self._nursery = nursery
+        self._opening = trio.Lock()
+        self._cores: dict[str, Core] = {}
+        self._hosts = 0
+        self._ending = trio.Event()
+        self._mark: socket.socket | None = None
+        # Guards the interests, which are polled in foreign threads.
+        self._lock = threading.Lock()
+        self._interests: Interests[AnyArrival] = Interests()
+        self._news = trio.Event()
+        nursery.start_soon(self._sweep)
+
+    # --- the core connectors ------------------------------------------------------------------------------
+
+    async def core(self, role: str) -> Core:
+        """The sender or the receiver, opened if it was not.
+
+        Raises:
+            BindFailed, EngineUnavailable: as `open_connector`.
+            ConnectorClosed: closed meanwhile.
+        """
+        core = self._cores.get(role)
+        if core is not None:
+            return core
+        async with self._opening:
+            if self._ending.is_set():
+                raise ConnectorClosed("the connector was closed")
+            if role not in self._cores:
+                self._cores[role] = await self._nursery.start(self._host, role)
+            return self._cores[role]
+
+    async def _host(self, role: str, *, task_status: trio.TaskStatus[Core]) -> None:
+        self._hosts += 1
+        opened = False
+        try:
+            async with open_connector(attrs.evolve(self.config, role=role)) as core:
+                opened = True
+                if role == "sender" and self.config.zmq_port:
+                    self._mark = mark_port(self.config.zmq_port, self.config.digest)
+                task_status.started(core)
+                await self._ending.wait()
+        except Exception as error:
+            # Before it is open it is the caller's. Afterwards there is nobody to raise it to, and the loop must go on:
+            # whoever calls next is told that the connector is closed, and finds the cause here.
+            if not opened:
+                raise
+            self.reasons.note(role, error)
+            logger.exception("a connector failed")
+        finally:
+            if role == "sender" and self._mark is not None:
+                self._mark.close()
+            self._hosts -= 1
+            if self._ending.is_set() and not self._hosts:
+                self.closed.set()
+
+    async def close(self) -> None:
+        """End everything, as a task."""
+        self._ending.set()
+        self._give_up(lambda _: True)
+        if not self._hosts:
+            self.closed.set()
+        await self.closed.wait()
+
+    # --- puts ---------------------------------------------------------------------------------------------
+
+    async def reserve(
+        self, from_stage: str, to_stage: str, key: str, plan: Plan, replaces: str | None
+    ) -> tuple[Reservation, dict[str, Any]]:
+        """Claim room and key, or refuse.
+
+        Args:
+            replaces: A request whose unread chunks on this edge are of an earlier life.
+        """
+        core = await self.core("sender")
+        if replaces is not None:
+            core.cleanup_nowait(replaces, from_stage, to_stage)
+        return core.reserve_nowait(from_stage, to_stage, key, plan), core.get_connection_info()
+
+    # --- gets ---------------------------------------------------------------------------------------------
+
+    def poll(
+        self, post: Callable[[Callable[[], object]], None], edge: tuple[str, str], key: str, source: tuple[str, int]
+    ) -> AnyArrival | None:
+        """Look for a payload, and have it asked for if it was not. In any thread; waits for nobody."""
+        name = (f"{key}@{edge[0]}_{edge[1]}", *source)
+        with self._lock:
+            interest, is_new = self._interests.poll(name, time.monotonic())
+            arrival = interest.arrival
+        if is_new:
+            post(lambda: self._ask(interest, edge, key))
+        return arrival
+
+    def _ask(self, interest: Interest[AnyArrival], edge: tuple[str, str], key: str) -> None:
+        self._news.set()
+        if interest.state is State.WAITING and not self._ending.is_set():
+            self._nursery.start_soon(self._fetch, interest, edge, key)
+
+    async def _fetch(self, interest: Interest[AnyArrival], edge: tuple[str, str], key: str) -> None:
+        arrival: AnyArrival | None = None
+        _, host, port = interest.name
+        with trio.CancelScope() as scope:
+            interest.stop = scope.cancel
+            try:
+                core = await self.core("receiver")
+                arrival = await core.take(*edge, key, {"source_host": host, "source_port": port})
+            except Exception as error:  # noqa: BLE001 - told at the next poll, which is in another thread
+                # What was dropped may be put again at any time; anything else takes a while to heal.
+                pause = 0.0 if isinstance(error, PayloadLost) else PAUSE
+                with self._lock:
+                    self._interests.fail(interest, time.monotonic() + pause)
+                if not isinstance(error, ConnectorClosed):
+                    self.reasons.note("get", error)
+        if arrival is not None:
+            with self._lock:
+                is_wanted = self._interests.arrive(interest, arrival)
+            if not is_wanted:
+                arrival.give_back()
+
+    async def take(self, edge: tuple[str, str], key: str, metadata: Mapping[str, object]) -> AnyArrival:
+        """Wait for a payload. What was polled for under its key is not any more."""
+        full = f"{key}@{edge[0]}_{edge[1]}"
+        self._give_up(lambda other: other == full)
+        core = await self.core("receiver")
+        return await core.take(*edge, key, metadata)
+
+    def abandon(self, key: str) -> None:
+        """What was polled for under a key, on any edge, is not wanted."""
+        self._give_up(lambda full: full.rpartition("@")[0] == key)
+
+    def _give_up(self, is_meant: Callable[[str], bool]) -> None:
+        with self._lock:
+            dropped = self._interests.drop(is_meant)
+        self._return(dropped)
+
+    def _return(self, dropped: list[Interest[AnyArrival]]) -> None:
+        for interest in dropped:
+            if interest.arrival is not None:
+                interest.arrival.give_back()
+            elif interest.stop is not None:
+                interest.stop()
+
+    async def _sweep(self) -> None:
+        """Give up what nobody polls for; wakes only when something may be due."""
+        while not self._ending.is_set():
+            with self._lock:
+                due = self._interests.next_deadline()
+            if due is None:
+                self._news = trio.Event()
+                with self._lock:
+                    idle = not len(self._interests)
+                if idle:
+                    await self._news.wait()
+                continue
+            await trio.sleep(max(due - time.monotonic(), 0))
+            with self._lock:
+                dropped = self._interests.drop_unpolled(time.monotonic())
+            self._return(dropped)
+
+    # --- the rest -----------------------------------------------------------------------------------------
+
+    def cleanup(self, name: str, edge: tuple[str, str] | None) -> None:
+        """Drop what nobody has fetched of a request, and what was polled for."""
+        for core in self._cores.values():
+            core.cleanup_nowait(name, *(edge or (None, None)))
+        suffix = "" if edge is None else f"@{edge[0]}_{edge[1]}"
+        self._give_up(lambda full: full.endswith(suffix) and full.rpartition("@")[0] == name)
+
+    def health(self) -> dict[str, Any]:
+        """The core connectors' health, added up."""
+        total: dict[str, Any] = {}
+        for role in ("sender", "receiver"):
+            core = self._cores.get(role)
+            if core is None:
+                continue
+            for key, value in core.health().items():
+                if key == "status":
+                    total[key] = max(value, total.get(key, ""), key=_SEVERITY.index)
+                elif isinstance(value, dict):
+                    merged = total.setdefault(key, {})
+                    for name, number in value.items():
+                        merged[name] = merged.get(name, 0) + number
+                elif isinstance(value, int):
+                    total[key] = total.get(key, 0) + value
+                else:
+                    total.setdefault(key, value)
+        return total
+
+    def polled(self) -> int:
+        """How many payloads are polled for."""
+        with self._lock:
+            return len(self._interests)
+
+
+_SEVERITY = ("", "healthy", "degraded", "unhealthy")
+
+
+class Client:
+    """One connector's hold on what it shares. In the loop."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.closed = False
+        self._waiting: dict[trio.CancelScope, None] = {}
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Carry out what may wait for long, until the connector is closed.
+
+        Raises:
+            ConnectorClosed: it was.
+        """
+        if self.closed:
+            raise ConnectorClosed("the connector was closed")
+        with trio.CancelScope() as scope:
+            self._waiting[scope] = None
+            try:
+                return await function(*args)
+            finally:
+                del self._waiting[scope]
+        raise ConnectorClosed("the connector was closed during the call")
+
+    def stop(self) -> None:
+        """End its waiting calls."""
+        self.closed = True
+        for scope in self._waiting:
+            scope.cancel()
+
+
+class Home:
+    """What lives in the loop of this process."""
+
+    def __init__(self, portal: Any) -> None:
+        self.portal = portal
+        self.pid = os.getpid()
+        self._nursery: trio.Nursery | None = None
+        self._shared: dict[ConnectorConfig, Shared] = {}
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Its nursery, for as long as the process lives."""
+        async with trio.open_nursery() as self._nursery:
+            yield
+            self._nursery.cancel_scope.cancel()
+
+    async def join(self, config: ConnectorConfig) -> Client:
+        """A hold on what the connectors of a configuration share."""
+        assert self._nursery is not None
+        shared = self._shared.get(config)
+        if shared is None:
+            shared = self._shared[config] = Shared(config, self._nursery)
+        shared.users += 1
+        return Client(shared)
+
+    async def leave(self, client: Client) -> None:
+        """Let go. Whoever is last closes what was shared, and waits for it."""
+        shared = client.shared
+        if not client.closed:
+            client.stop()
+            shared.users -= 1
+            if not shared.users:
+                self._shared.pop(shared.config, None)
+                assert self._nursery is not None
+                self._nursery.start_soon(shared.close)
+        if not shared.users:
+            await shared.closed.wait()
+
+    def leave_soon(self, client: Client) -> None:
+        """As `leave`, without waiting."""
+        if not client.closed:
+            assert self._nursery is not None
+            self._nursery.start_soon(self.leave, client)
+
+    async def leave_all(self) -> None:
+        """Close everything."""
+        async with trio.open_nursery() as nursery:
+            for shared in self._shared.values():
+                nursery.start_soon(shared.close)
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Have something done in the loop that may fail: then it is logged, and the loop goes on. From any thread."""
+
+        def run() -> None:
+            try:
+                callback()
+            except Exception:  # it would end the loop of everybody
+                logger.exception("a call into the loop failed")
+
+        self.portal.post(run)
+
+
+_lock = threading.Lock()
+_home: Home | None = None
+
+
+def home_of_this_process() -> Home:
+    """The one of this process, started if there is none or its loop has died."""
+    global _home
+    with _lock:
+        if _home is not None and _home.pid == os.getpid():
+            with suppress(ConnectorClosed):
+                _home.portal.post(lambda: None)
+                return _home
+        home = Home(Portal("trio_mori_vllm_omni"))
+        home.portal.enter(home.open)
+        if _home is None:
+            atexit.register(_close_at_exit)
+        _home = home
+        return home
+
+
+def _close_at_exit() -> None:
+    """Tell the peers, if there is time; the threads are daemons."""
+    home = _home
+    if home is not None and home.pid == os.getpid():
+        with suppress(ConnectorClosed, TimeoutError):
+            home.portal.call(home.leave_all, timeout=CLOSE_LIMIT)
+        with suppress(ConnectorClosed):
+            home.portal.close()
+
+
+def _forget_home() -> None:
+    """A forked child has none of the threads, and perhaps a lock that nobody will release."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_home)

@@ -1,0 +1,140 @@
+"""How vllm-omni finds the connector: by its own name, and on demand by the name of the stock one.
+
+vllm runs `register` in every process, also in those that never load vllm-omni, and more than once in some. So nothing
+is imported here; the names are entered when vllm-omni's factory is imported, or now if it is there already.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from . import _adapter_hook
+
+logger = logging.getLogger("trio_mori.vllm_omni")
+
+NAME = "TrioMoriConnector"
+STOCK_NAME = "MoriTransferEngineConnector"
+FACTORY = "vllm_omni.distributed.omni_connectors.factory"
+
+# The switch for a whole deployment, and the key for one connector of a deploy YAML.
+SWITCH = "TRIO_MORI_REPLACE_STOCK"
+KEY = "replace_stock"
+
+_Constructor = Callable[[dict[str, Any]], Any]
+
+
+class SeamMoved(RuntimeError):
+    """This vllm-omni keeps its connectors in another way than the one that was built for."""
+
+
+def register() -> None:
+    """Let vllm-omni know the connector. Idempotent; imports nothing of vllm-omni."""
+    factory = sys.modules.get(FACTORY)
+    if factory is not None:
+        enter_names(factory)
+    elif not any(isinstance(finder, _FactoryWatch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _FactoryWatch())
+
+
+def unregister() -> None:
+    """Restore what vllm-omni had before `register`. Idempotent; connectors that exist go on."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _FactoryWatch)]
+    _adapter_hook.remove()
+    factory = sys.modules.get(FACTORY)
+    if factory is None:
+        return
+    registry = _registry(factory)
+    if registry.get(NAME) is construct:
+        del registry[NAME]
+    stock = registry.get(STOCK_NAME)
+    if isinstance(stock, _StockOrOurs):
+        registry[STOCK_NAME] = stock.stock
+
+
+def enter_names(factory: ModuleType) -> None:
+    """Enter both names into the registry of vllm-omni's factory module."""
+    try:
+        registry = _registry(factory)
+    except SeamMoved:
+        if is_switched_on():
+            raise
+        logger.exception("%s is not available in this vllm-omni", NAME)
+        return
+    registry.setdefault(NAME, construct)
+    stock = registry.get(STOCK_NAME)
+    if not isinstance(stock, _StockOrOurs):
+        registry[STOCK_NAME] = _StockOrOurs(stock)
+
+
+def is_switched_on() -> bool:
+    """Whether the environment says that the stock name means ours."""
+    return os.environ.get(SWITCH, "").lower() in ("1", "true", "yes", "on")
+
+
+def construct(extra: dict[str, Any]) -> Any:
+    """What the factory calls for our own name."""
+    from ._connector import TrioMoriConnector
+
+    return TrioMoriConnector(extra)
+
+
+class _StockOrOurs:
+    """What the factory calls for the stock name."""
+
+    def __init__(self, stock: _Constructor | None) -> None:
+        self.stock = stock
+
+    def __call__(self, extra: dict[str, Any]) -> Any:
+        if extra.get(KEY) or (is_switched_on() and KEY not in extra):
+            from ._connector import TrioMoriConnector
+
+            # vllm-omni knows the stock name, and has put the ports of stage, rank and replica into its configuration.
+            return TrioMoriConnector(extra, resolved=True)
+        if self.stock is None:
+            raise ValueError(f"this vllm-omni has no {STOCK_NAME}; give its connector {KEY}: true, or set {SWITCH}=1")
+        return self.stock({key: value for key, value in extra.items() if key != KEY})
+
+
+def _registry(factory: ModuleType) -> dict[str, Any]:
+    registry = getattr(getattr(factory, "OmniConnectorFactory", None), "_registry", None)
+    if not isinstance(registry, dict):
+        raise SeamMoved(
+            f"{FACTORY} has no OmniConnectorFactory with a dict named _registry: this version of trio-mori does not "
+            "fit this version of vllm-omni, install one that does (see docs/vllm-omni.md)"
+        )
+    return registry
+
+
+class _FactoryWatch(importlib.abc.MetaPathFinder):
+    """Enters the names right after vllm-omni's factory has been imported, and is gone then."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != FACTORY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Entering(spec.loader)
+        return spec
+
+
+class _Entering(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        enter_names(module)

@@ -1,0 +1,68 @@
+"""Values as vllm-omni's serializer would deliver them, without serialising what is large.
+
+Whatever `OmniSerializer` makes of a value, by msgpack and back, is made of it here by msgpack and back too, with its
+tensors, arrays and images taken out before and put in again after. What travels is the plain tree that is left; whoever
+gets it applies the serializer's last step, which makes a RequestOutput of what looks like one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import msgpack
+from PIL import Image
+from vllm_omni.distributed.omni_connectors.utils.serialization import OmniMsgpackDecoder, OmniMsgpackEncoder
+
+# Any of msgpack's application types; vllm-omni uses none.
+_CODE = 77
+
+# Images whose pixels are all there is to them, one byte to a band.
+_IMAGE_MODES = frozenset(("L", "LA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "La", "RGBa"))
+
+_decoder = OmniMsgpackDecoder()
+
+
+class _Collector(OmniMsgpackEncoder):  # type: ignore[misc]
+    """Encodes all but the large parts, which it keeps. What cannot travel as it is goes the serializer's way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[object] = []
+
+    def _keep(self, part: object) -> msgpack.Ext:
+        self.parts.append(part)
+        return msgpack.Ext(_CODE, (len(self.parts) - 1).to_bytes(4, "big"))
+
+    def _encode_tensor(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+            return self._keep(tensor)
+        return super()._encode_tensor(tensor)
+
+    def _encode_ndarray(self, arr: np.ndarray[Any, Any]) -> Any:
+        return self._keep(arr) if type(arr) is np.ndarray else super()._encode_ndarray(arr)
+
+    def _encode_pil_image(self, img: Image.Image) -> Any:
+        return self._keep(img) if img.mode in _IMAGE_MODES else super()._encode_pil_image(img)
+
+
+def plain(value: object) -> object:
+    """The tree that the serializer would have sent, with its large parts as they are.
+
+    Raises:
+        TypeError, ValueError, OverflowError: the serializer could not have sent it.
+    """
+    collector = _Collector()
+    encoded = collector.encode(value)
+
+    def part(code: int, data: memoryview) -> object:
+        return collector.parts[int.from_bytes(data, "big")] if code == _CODE else msgpack.Ext(code, bytes(data))
+
+    return msgspec.msgpack.Decoder(ext_hook=part).decode(encoded)
+
+
+def revived(tree: object) -> object:
+    """What the serializer would have delivered of a tree that came."""
+    return _decoder._post_process(tree)

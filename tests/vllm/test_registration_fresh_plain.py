@@ -1,0 +1,41 @@
+"""Registering in a process that has imported nothing yet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from trio_mori_vllm_omni._registration import NAME, STOCK_NAME
+
+
+def test_the_names_are_entered_when_the_factory_is_imported_later(tmp_path: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+import trio_mori_vllm_omni
+trio_mori_vllm_omni.register()
+trio_mori_vllm_omni.register()
+assert not any(name.startswith("vllm_omni") for name in sys.modules)
+folder = Path({str(tmp_path)!r})
+path = folder / "vllm_omni" / "distributed" / "omni_connectors"
+path.mkdir(parents=True)
+for each in (path, path.parent, path.parent.parent):
+    (each / "__init__.py").touch()
+(path / "factory.py").write_text("class OmniConnectorFactory:\\n    _registry = {{}}\\n")
+sys.path.insert(0, str(folder))
+finders = list(sys.meta_path)
+from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
+print(sorted(OmniConnectorFactory._registry), len(finders) - len(sys.meta_path))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"{[STOCK_NAME, NAME]} 1\n", done.stderr
+
+
+def test_registering_imports_neither_vllm_nor_torch() -> None:
+    program = (
+        "import sys, trio_mori_vllm_omni as t; t.register(); "
+        "print(sorted({'vllm', 'vllm_omni', 'torch', 'trio', 'zmq'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
