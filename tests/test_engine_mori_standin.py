@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import weakref
@@ -13,6 +12,7 @@ import mori_standin
 import pytest
 import trio
 from mori_standin import Fabric, PeerFailureEvent, PeerFailureReason, StatusCode
+from rig import EVERY_ENGINE_CHECK
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed
@@ -20,9 +20,8 @@ from trio_mori._engines import _mori, open_engine
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, Region, Write
 from trio_mori.testing._engine_bench import Check, EngineBench, fill, same
-from trio_mori.testing._engine_checks import ENGINE_CHECKS
 
-pytestmark = pytest.mark.deterministic
+deterministic = pytest.mark.deterministic
 
 SIZE = 65536
 OPTIONS: dict[str, object] = {
@@ -54,12 +53,13 @@ async def pair(size: int = SIZE) -> AsyncIterator[tuple[Engine, Engine, MoriPeer
         yield engine, other, peer
 
 
-@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", EVERY_ENGINE_CHECK)
 async def test_the_engine_keeps_its_contract(fabric: Fabric, check: Check) -> None:
     with trio.fail_after(30):
         await check(EngineBench(lambda size: open_engine("rdma", pool_size=size), closing_fences=True))
 
 
+@deterministic
 async def test_every_option_reaches_mori_and_the_environment_is_as_before(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +75,7 @@ async def test_every_option_reaches_mori_and_the_environment_is_as_before(
             assert getattr(config, name) == expected
 
 
+@deterministic
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
@@ -92,6 +93,7 @@ async def test_a_wrong_option_names_itself(backend: str, options: dict[str, obje
     assert refused.value.key in options
 
 
+@deterministic
 async def test_without_a_nic_it_says_what_mori_says_and_what_to_do(fabric: Fabric) -> None:
     fabric.nics = False
     with pytest.raises(EngineUnavailable, match=r"no active RDMA device.*/dev/infiniband.*xgmi"):
@@ -99,6 +101,7 @@ async def test_without_a_nic_it_says_what_mori_says_and_what_to_do(fabric: Fabri
             pass
 
 
+@deterministic
 async def test_without_mori_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mori", None)
     with pytest.raises(EngineUnavailable, match=r"pip install amd-mori.*3\.10 and 3\.12"):
@@ -106,6 +109,7 @@ async def test_without_mori_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
             pass
 
 
+@deterministic
 @pytest.mark.parametrize("fate", [code for code in StatusCode if code not in (0, 2)])
 async def test_whatever_is_not_success_is_an_error_with_mori_s_words(fabric: Fabric, fate: StatusCode) -> None:
     with trio.fail_after(10):
@@ -117,6 +121,7 @@ async def test_whatever_is_not_success_is_an_error_with_mori_s_words(fabric: Fab
                 assert failed.value.settled == (fate in (StatusCode.ERR_INVALID_ARGS, StatusCode.ERR_NOT_FOUND))
 
 
+@deterministic
 async def test_a_missing_status_is_a_failure(fabric: Fabric) -> None:
     with trio.fail_after(10):
         async with pair() as (engine, _, peer):
@@ -126,6 +131,7 @@ async def test_a_missing_status_is_a_failure(fabric: Fabric) -> None:
             assert not failed.value.settled
 
 
+@deterministic
 async def test_a_peer_that_cannot_be_connected_to_is_refused_and_tried_again(fabric: Fabric) -> None:
     with trio.fail_after(10):
         async with pair() as (engine, other, peer):
@@ -138,6 +144,7 @@ async def test_a_peer_that_cannot_be_connected_to_is_refused_and_tried_again(fab
             assert same(engine, 0, other, 0, 100)
 
 
+@deterministic
 async def test_a_lost_peer_fails_its_transfers_at_once_and_close_waits_for_their_end(fabric: Fabric) -> None:
     async def write() -> None:
         with pytest.raises(TransferFailed, match="PEER_UNREACHABLE gone") as failed:
@@ -165,6 +172,7 @@ async def test_a_lost_peer_fails_its_transfers_at_once_and_close_waits_for_their
                 ending.start_soon(end)
 
 
+@deterministic
 async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> None:
     with trio.fail_after(10):
         async with pair() as (engine, _, peer), open_engine("rdma", pool_size=SIZE) as third:
@@ -182,6 +190,7 @@ async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> N
                     status.code = StatusCode.SUCCESS
 
 
+@deterministic
 @pytest.mark.parametrize("ticks", range(6))
 async def test_a_write_that_is_abandoned_at_any_moment_ends_at_once(fabric: Fabric, ticks: int) -> None:
     async def write() -> None:
@@ -203,6 +212,7 @@ async def test_a_write_that_is_abandoned_at_any_moment_ends_at_once(fabric: Fabr
             assert error.settled == (len(fabric.statuses) == 1), "it is refused if it was not posted"
 
 
+@deterministic
 async def test_a_pool_that_peers_may_still_write_to_outlives_an_engine_that_was_abandoned(fabric: Fabric) -> None:
     regions: dict[bool, weakref.ref[Region]] = {}
     with trio.fail_after(10):
@@ -212,6 +222,5 @@ async def test_a_pool_that_peers_may_still_write_to_outlives_an_engine_that_was_
                 if abandons:
                     engine.abandon()
             del engine
-    gc.collect()
-    assert regions[False]() is None
+    assert regions[False]() is None, "memory of a GPU does not wait for the collector"
     assert regions[True]() is not None

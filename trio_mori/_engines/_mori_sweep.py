@@ -60,6 +60,9 @@ class Sweep:
 
     `WaitFor` with a time sleeps all of it; `Wait` cannot be interrupted, and would meet the destructor. A thread for
     each would let stuck transfers use them up. So one thread asks after all, and each rarer the older it is.
+
+    Attributes:
+        open: The transfers that are watched.
     """
 
     def __init__(
@@ -67,13 +70,14 @@ class Sweep:
         nursery: trio.Nursery,
         *,
         in_progress: Code,
-        on_over: Callable[[Pending], None],
+        progress: trio.lowlevel.ParkingLot,
         pop_failure: Callable[[], PeerFailure | None] | None = None,
     ) -> None:
+        """`progress` is unparked whenever transfers have ended."""
         self.open: set[Pending] = set()
         self._nursery = nursery
         self._in_progress = in_progress
-        self._on_over = on_over
+        self._progress = progress
         self._pop_failure = pop_failure
         self._token = trio.lowlevel.current_trio_token()
         self._threads = trio.CapacityLimiter(1)
@@ -150,8 +154,9 @@ class Sweep:
     def _settle(self, over: Sequence[Pending]) -> None:
         for pending in over:
             self.open.discard(pending)
-            self._on_over(pending)
+            pending.outlet.open -= 1
             pending.done.set()
+        self._progress.unpark_all()
 
     def _lose(self, failures: Sequence[PeerFailure]) -> None:
         for failure in failures:

@@ -44,10 +44,10 @@ class Transfers:
         self._threads = trio.CapacityLimiter(OPENERS)
         self._waits: set[trio.CancelScope] = set()
         self._writes = 0
-        self._quiet = trio.Event()
+        self._progress = trio.lowlevel.ParkingLot()
         self._abandoned = False
         self._left_behind = False
-        self._sweep = Sweep(service, in_progress=in_progress, on_over=self._note_over, pop_failure=backend.pop_failure)
+        self._sweep = Sweep(service, in_progress=in_progress, progress=self._progress, pop_failure=backend.pop_failure)
 
     async def carry_out(self, peer: MoriPeer, write: Write, status: Status | None) -> None:
         """Post a write, unless that was done, and wait for its end. Not cancellable.
@@ -80,7 +80,7 @@ class Transfers:
             self._writes -= 1
             if not peer.writes and peer.owner is None:
                 self.let_go(peer)
-            self._note_quiet()
+            self._progress.unpark_all()
 
     def let_go(self, peer: MoriPeer) -> None:
         """Forget what was opened for a peer that was dropped; when its last write ends, if there are some."""
@@ -94,8 +94,7 @@ class Transfers:
     async def wait_quiet(self) -> None:
         """Return when every transfer has ended, or they were abandoned."""
         while not self._abandoned and (self._writes or self._sweep.open):
-            self._quiet = trio.Event()
-            await self._quiet.wait()
+            await self._progress.park()
 
     def abandon(self) -> bool:
         """Wait for nothing any more.
@@ -109,7 +108,7 @@ class Transfers:
         self._sweep.stop()
         for scope in self._waits:
             scope.cancel()
-        self._quiet.set()
+        self._progress.unpark_all()
         return self._left_behind
 
     # --- posting ------------------------------------------------------------------------------------------
@@ -208,11 +207,3 @@ class Transfers:
             f"write of {write.size} bytes to {peer.identity} failed: Mori says {name} {message}".rstrip(),
             settled=settled,
         )
-
-    def _note_over(self, pending: Pending) -> None:
-        pending.outlet.open -= 1
-        self._note_quiet()
-
-    def _note_quiet(self) -> None:
-        if not self._writes and not self._sweep.open:
-            self._quiet.set()
