@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from desks import EPOCH, UNIT, ReceiverDesk
+from desks import EPOCH, KEY, UNIT, ReceiverDesk
 
 from trio_mori._protocol import wire
-from trio_mori._protocol.inbox import State
+from trio_mori._protocol.inbox import PEER_LOST, State
 
 pytestmark = pytest.mark.deterministic
 
@@ -26,6 +26,37 @@ def test_a_late_done_about_an_earlier_destination_says_nothing_about_the_present
     assert interest.extent is not None, "it may be written to until the sender has confirmed"
     desk.hear(wire.Closed([interest.id]))
     assert desk.clean
+
+
+# --- room -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["given back", "failed", "empty", "all failed", "farewell", "restart", "fenced"])
+def test_whoever_waits_behind_one_that_wants_no_room_any_more_gets_its_own(how: str) -> None:
+    desk = ReceiverDesk(units=8, prepost=0)
+    desk.occupy(6)
+    other = desk.book.open_channel(b"C" * 16)
+    desk.book.welcome(other, b"g" * 16)
+    first, second = desk.get(), desk.book.post(other, KEY)
+    desk.hear(wire.Ready(first.id, 1, 3 * UNIT))
+    desk.book.on_message(other, wire.Ready(second.id, 1, UNIT), desk.now)
+    assert second.state is State.OFFERED
+    if how == "given back":
+        desk.book.give_back(first)
+    elif how == "failed":
+        desk.hear(wire.Failed(first.id, wire.GONE, "", True))
+    elif how == "empty":
+        desk.hear(wire.Done(first.id, 1, 0, b"h"))
+    elif how == "all failed":
+        desk.book.fail_all(desk.channel, PEER_LOST, "")
+    elif how == "farewell":
+        desk.hear(wire.Leaving([]))
+    elif how == "restart":
+        desk.welcome(b"f" * 16)
+    else:
+        desk.book.fenced(desk.channel, EPOCH, desk.now)
+    assert second.state is State.POSTED
+    assert second.extent is not None
 
 
 # --- farewells --------------------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ else becomes of an interest, it is listed in each heartbeat until the sender has
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, auto
+from enum import auto
 from math import inf
 
 import attrs
 
 from .._errors import InternalError, NoRoom, RemoteProtocolError, TooBig
 from . import wire
-from .entries import step
+from .entries import Symbol, step
 from .extents import INBOUND, Extent, Extents, format_size
 from .keys import edge_of
 
@@ -43,7 +43,7 @@ TOO_BIG = 258
 MISMATCH = 259
 
 
-class State(Enum):
+class State(Symbol):
     """How far an interest has come."""
 
     POSTED = auto()  # asked for, with or without a destination
@@ -54,7 +54,7 @@ class State(Enum):
     OVER = auto()
 
 
-class Cause(Enum):
+class Cause(Symbol):
     """What happens to an interest."""
 
     OFFER = auto()
@@ -323,6 +323,10 @@ class Inbox:
 
     def give_back(self, interest: Interest) -> None:
         """The caller does not want it, whatever became of it; the payload stays with the sender."""
+        self._return(interest)
+        self.find_room()
+
+    def _return(self, interest: Interest) -> None:
         if interest.state in (State.RETURNING, State.OVER):
             return
         channel = interest.channel
@@ -363,6 +367,7 @@ class Inbox:
                     self._prepost(interest)
                 self._ask(interest)
         self.heartbeat(channel)
+        self.find_room()
         return True
 
     def rename(self, channel: Channel, token: bytes) -> None:
@@ -430,6 +435,7 @@ class Inbox:
         self.disconnected(channel, now)
         channel.former.add(channel.epoch)
         channel.epoch = None
+        self.find_room()
 
     def fail_all(self, channel: Channel, code: int, detail: str) -> None:
         """Nothing can come by this channel for now: tell every caller that waits."""
@@ -444,6 +450,7 @@ class Inbox:
                 self._move(interest, Cause.GIVE_BACK)
                 self._leave_queues(interest)
                 self._say(channel, wire.Cancel([interest.id]))
+        self.find_room()
 
     def heartbeat(self, channel: Channel) -> None:
         """Say that we live, and which interests are not over."""
@@ -500,6 +507,7 @@ class Inbox:
             )
         self._move(interest, Cause.ARRIVE)
         self._leave_queues(interest)
+        self.find_room()
         if interest.state is State.RETURNING:
             self._free_extent(interest)  # the cancel is on its way; `Closed` will confirm it
             return
@@ -545,6 +553,7 @@ class Inbox:
         if interest.state is State.OVER:
             self._forget(interest)
             self._say(channel, wire.Ack([interest.id]))
+        self.find_room()
 
     def _on_closed(self, channel: Channel, fetch_id: int) -> None:
         interest = channel.interests.get(fetch_id)
@@ -557,15 +566,19 @@ class Inbox:
     # --- room ---------------------------------------------------------------------------------------------
 
     def find_room(self) -> None:
-        """Place offered payloads while there is room, in the order in which they were offered."""
-        for interest in list(self._hungry):
+        """Place offered payloads while there is room, in the order in which they were offered.
+
+        To be called when memory was freed, and when one of them may have left that stood before others.
+        """
+        while self._hungry:
+            interest = next(iter(self._hungry))
             try:
                 interest.extent = self._extents.allocate(interest.needed, INBOUND)
             except NoRoom:
                 return
             except TooBig as error:
                 self._fail(interest, TOO_BIG, str(error))
-                self.give_back(interest)
+                self._return(interest)
                 continue
             del self._hungry[interest]
             self._move(interest, Cause.PLACE)
