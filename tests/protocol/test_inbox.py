@@ -59,6 +59,16 @@ def test_whoever_waits_behind_one_that_wants_no_room_any_more_gets_its_own(how: 
     assert second.extent is not None
 
 
+def test_what_a_sender_offered_and_forgot_with_our_session_is_asked_for_again_while_room_is_awaited() -> None:
+    desk = ReceiverDesk(units=8, prepost=0)
+    desk.occupy(6)
+    interest = desk.get()
+    desk.hear(wire.Ready(interest.id, 1, 3 * UNIT))
+    desk.said()
+    desk.hear(wire.Pulse(1, [interest.id]))
+    assert desk.said() == [wire.Fetch(interest.id, KEY, 1, 0, 0)]
+
+
 # --- farewells --------------------------------------------------------------------------------------------
 
 

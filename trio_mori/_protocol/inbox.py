@@ -491,7 +491,7 @@ class Inbox:
         elif isinstance(message, wire.Pulse):
             for fetch_id in message.unknown:
                 interest = channel.interests.get(fetch_id)
-                if interest is not None and interest.state is State.POSTED:
+                if interest is not None and interest.state in (State.POSTED, State.OFFERED):
                     self._ask(interest)
         elif isinstance(message, wire.Leaving):
             self._lose(channel, frozenset(message.unsettled), now)
