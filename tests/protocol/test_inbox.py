@@ -100,6 +100,20 @@ def test_a_sender_that_was_given_up_and_has_come_back_is_met_under_a_new_name() 
     assert desk.clean
 
 
+def test_under_a_new_name_no_sender_is_believed_about_what_the_old_one_asked_of_it() -> None:
+    desk, last = ReceiverDesk(), b"f" * 16
+    desk.welcome(last)
+    interest = desk.get()
+    desk.hear(wire.Failed(interest.id, wire.TRANSFER_FAILED, "", False))
+    assert not desk.book.welcome(desk.channel, EPOCH)
+    desk.book.rename(desk.channel, b"B" * 16)
+    desk.welcome(last)  # it has the address once more, and knows nothing of the new name
+    desk.hear(wire.Closed([interest.id]))
+    assert desk.book.held()["quarantined"], "it may still write under the old one"
+    desk.book.fenced(desk.channel, last, desk.now)
+    assert desk.clean
+
+
 def test_a_sender_that_comes_back_after_its_farewell_is_met_under_a_new_name() -> None:
     desk = ReceiverDesk()
     desk.hear(wire.Leaving([]))

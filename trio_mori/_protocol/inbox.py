@@ -371,7 +371,12 @@ class Inbox:
         return True
 
     def rename(self, channel: Channel, token: bytes) -> None:
-        """From the next hello on, be a receiver that no sender knows."""
+        """From the next hello on, be a receiver that no sender knows.
+
+        Not even the last one: what it says to the new name is not about what the old one asked of it.
+        """
+        if channel.epoch is not None:
+            self._succeed(channel)
         channel.token = token
         channel.former.clear()
 
