@@ -7,12 +7,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 import attrs
+import pytest
 import torch
 import trio
 
 from trio_mori import Connector, Receipt, open_connector
 from trio_mori._protocol.entries import Want
-from trio_mori.testing import MemoryEngine, MemoryFabric
+from trio_mori.testing import ENGINE_CHECKS, MemoryEngine, MemoryFabric
+from trio_mori.testing._engine_checks import check_bytes_arrive_exactly, check_concurrent_writes
 
 T = TypeVar("T")
 
@@ -25,6 +27,16 @@ LIMIT = 20.0
 # Seconds until something is settled at the latest. Below the default heartbeat of 5 s, which would repair what was
 # forgotten.
 SOON = 3.0
+
+# The checks of an engine; those of many megabytes are not among what is run a thousand times.
+EVERY_ENGINE_CHECK = [
+    pytest.param(
+        check,
+        id=check.__name__,
+        marks=[] if check in (check_bytes_arrive_exactly, check_concurrent_writes) else [pytest.mark.deterministic],
+    )
+    for check in ENGINE_CHECKS
+]
 
 # Heartbeats for tests in which a peer has to be missed.
 FAST: Mapping[str, object] = {"heartbeat_interval": 0.02, "peer_timeout": 0.3, "acknowledge_timeout": 0.3}

@@ -7,14 +7,16 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
+from rig import EVERY_ENGINE_CHECK
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori import ConnectorClosed, DescriptorRefused, TransferFailed
 from trio_mori.abc import Engine, EnginePeer, Write
-from trio_mori.testing import ENGINE_CHECKS, EngineBench, MemoryEngine, MemoryFabric, check_engine
+from trio_mori.testing import EngineBench, MemoryEngine, MemoryFabric, check_engine
 from trio_mori.testing._engine_bench import Check
+from trio_mori.testing._engine_checks import check_bytes_arrive_exactly
 
-pytestmark = pytest.mark.deterministic
+deterministic = pytest.mark.deterministic
 
 SIZE = 4096
 WHOLE = Write(0, 0, SIZE)
@@ -48,14 +50,32 @@ def arrived(owner: MemoryEngine) -> int:
     return int(owner.region.tensor.sum())
 
 
-@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", EVERY_ENGINE_CHECK)
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "not_inline"])
 async def test_it_keeps_the_contract(check: Check, inline: bool) -> None:
     with trio.fail_after(60):
         await check(bench(inline=inline))
 
 
-async def test_check_engine_runs_every_check_and_notices_a_careless_engine() -> None:
+@deterministic
+async def test_check_engine_runs_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, EngineBench]] = []
+
+    async def one(bench: EngineBench) -> None:
+        ran.append(("one", bench))
+
+    async def other(bench: EngineBench) -> None:
+        ran.append(("other", bench))
+        await trio.sleep_forever()
+
+    monkeypatch.setattr("trio_mori.testing._engine_checks.ENGINE_CHECKS", (one, other))
+    checked = bench()
+    with pytest.raises(trio.TooSlowError):
+        await check_engine(checked, timeout=0.01)
+    assert ran == [("one", checked), ("other", checked)]
+
+
+async def test_a_check_notices_a_careless_engine() -> None:
     class Careless(MemoryEngine):
         async def write(self, peer: EnginePeer, write: Write) -> None:
             await trio.lowlevel.checkpoint()  # and the bytes stay where they are
@@ -65,11 +85,11 @@ async def test_check_engine_runs_every_check_and_notices_a_careless_engine() -> 
         yield Careless(fabric, pool_size=size)
 
     fabric = MemoryFabric()
-    await check_engine(bench(), timeout=60)
     with pytest.raises(AssertionError, match="a write of 1 bytes arrived altered"):
-        await check_engine(EngineBench(open_careless), timeout=60)
+        await check_bytes_arrive_exactly(EngineBench(open_careless))
 
 
+@deterministic
 async def test_a_held_write_ends_when_it_is_released_and_reads_its_source_only_then() -> None:
     writer, owner, peer = pair()
     writer.hold()
@@ -84,6 +104,7 @@ async def test_a_held_write_ends_when_it_is_released_and_reads_its_source_only_t
     assert writer.write_nowait(peer, WHOLE)
 
 
+@deterministic
 async def test_release_of_a_few_ends_the_oldest_and_keeps_holding() -> None:
     writer, owner, peer = pair()
     writer.hold()
@@ -100,6 +121,7 @@ async def test_release_of_a_few_ends_the_oldest_and_keeps_holding() -> None:
     assert arrived(owner) == 3
 
 
+@deterministic
 async def test_a_held_write_may_have_arrived_in_part_or_whole() -> None:
     writer, owner, peer = pair()
     for part in (0.25, 1.0):
@@ -113,6 +135,7 @@ async def test_a_held_write_may_have_arrived_in_part_or_whole() -> None:
         assert arrived(owner) == SIZE
 
 
+@deterministic
 @pytest.mark.parametrize("part", [0.0, 0.5])
 async def test_a_settled_failure_moves_no_byte_after_it_was_raised(part: float) -> None:
     writer, owner, peer = pair()
@@ -129,6 +152,7 @@ async def test_a_settled_failure_moves_no_byte_after_it_was_raised(part: float) 
     assert arrived(owner) == SIZE
 
 
+@deterministic
 async def test_an_unsettled_failure_raises_at_once_and_its_bytes_arrive_at_release() -> None:
     writer, owner, peer = pair()
     writer.fail(settled=False, arrived=0.5)
@@ -143,6 +167,7 @@ async def test_an_unsettled_failure_raises_at_once_and_its_bytes_arrive_at_relea
     assert not writer.held
 
 
+@deterministic
 async def test_a_fenced_peer_moves_nothing_more_and_its_writers_are_told() -> None:
     writer, owner, peer = pair()
     back = owner.add_peer(writer.descriptor)
@@ -166,6 +191,7 @@ async def test_a_fenced_peer_moves_nothing_more_and_its_writers_are_told() -> No
     assert not writer.violations
 
 
+@deterministic
 @pytest.mark.parametrize("land", [True, False])
 async def test_a_killed_engine_is_fenced_at_once_whatever_was_under_way(land: bool) -> None:
     writer, owner, peer = pair()
@@ -190,6 +216,7 @@ async def test_a_killed_engine_is_fenced_at_once_whatever_was_under_way(land: bo
         owner.add_peer(writer.descriptor)
 
 
+@deterministic
 async def test_an_abandoned_engine_is_fenced_when_its_last_write_has_landed() -> None:
     writer, owner, peer = pair()
     back = owner.add_peer(writer.descriptor)
@@ -207,6 +234,7 @@ async def test_an_abandoned_engine_is_fenced_when_its_last_write_has_landed() ->
     assert not writer.violations
 
 
+@deterministic
 async def test_what_the_contract_forbids_is_refused_and_noted() -> None:
     writer, owner, peer = pair()
     stranger = MemoryEngine(MemoryFabric(), pool_size=SIZE)
@@ -233,6 +261,7 @@ async def test_what_the_contract_forbids_is_refused_and_noted() -> None:
     assert [what.split(" ")[0] for what in writer.violations] == ["write", "write", "closed", "write"]
 
 
+@deterministic
 async def test_it_remembers_its_calls() -> None:
     writer, owner, peer = pair()
     writer.inline = False
@@ -243,6 +272,7 @@ async def test_it_remembers_its_calls() -> None:
     assert writer.calls[-1].write == WHOLE
 
 
+@deterministic
 async def test_an_engine_may_write_to_itself_and_overlapping() -> None:
     engine = MemoryEngine(MemoryFabric(), pool_size=SIZE)
     engine.region.tensor[:4] = 1
