@@ -14,6 +14,7 @@ import os
 
 import pytest
 from hypothesis import settings
+from trio.testing import MockClock
 
 gc.disable()
 
@@ -24,6 +25,12 @@ settings.register_profile(
     "ci", max_examples=int(os.environ.get("TRIO_MORI_EXAMPLES", "1000")), deadline=None, print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture
+def clock() -> MockClock:
+    """The time of a test's trio run: real, so that sockets and threads have theirs; `jump` spares it a time-out."""
+    return MockClock(rate=1.0)
 
 
 @pytest.hookimpl(trylast=True)

@@ -20,6 +20,7 @@ from rig import (
     port_of,
     wait_until,
 )
+from trio.testing import MockClock
 
 from trio_mori import (
     ConfigError,
@@ -99,19 +100,19 @@ async def test_a_payload_larger_than_an_inline_copy_comes_across() -> None:
 
 
 @pytest.mark.parametrize("inline", [True, False])
-async def test_a_thousand_payloads_of_many_sizes_come_across_in_any_order(inline: bool) -> None:
+async def test_payloads_of_many_sizes_come_across_in_any_order(inline: bool) -> None:
     async with open_pair(inline=inline, sender_pool=4 * POOL, receiver_pool=4 * POOL) as pair:
 
         async def put_all() -> None:
-            for number in range(1000):
-                await pair.put(f"k{number}", filled(1 + number * 37 % 20000, number % 251))
+            for number in range(200):
+                await pair.put(f"k{number}", filled(1 + number * 137 % 20000, number))
 
         async def get(number: int) -> None:
-            assert torch.equal(await pair.get(f"k{number}"), filled(1 + number * 37 % 20000, number % 251))
+            assert torch.equal(await pair.get(f"k{number}"), filled(1 + number * 137 % 20000, number))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(put_all)
-            for start in range(0, 1000, 20):
+            for start in range(0, 200, 20):
                 async with trio.open_nursery() as batch:
                     for number in range(start, start + 20):
                         batch.start_soon(get, number)
@@ -422,9 +423,10 @@ async def test_a_get_that_waits_for_room_is_told_when_the_payload_is_cleaned_up(
         await pair.assert_whole()
 
 
-async def test_a_payload_that_nobody_fetched_in_time_expires_and_the_next_get_is_told() -> None:
-    async with open_pair(sender={"buffer_ttl_seconds": 0.05}) as pair:
+async def test_a_payload_that_nobody_fetched_in_time_expires_and_the_next_get_is_told(clock: MockClock) -> None:
+    async with open_pair(sender={"buffer_ttl_seconds": 5}) as pair:
         await pair.put("k", filled(1000))
+        clock.jump(5)
         await assert_free(pair.sender)
         with pytest.raises(Expired) as caught:
             await pair.get("k")
@@ -433,12 +435,15 @@ async def test_a_payload_that_nobody_fetched_in_time_expires_and_the_next_get_is
         await pair.assert_whole()
 
 
-async def test_a_get_that_waits_for_room_is_told_when_the_payload_expires() -> None:
-    async with open_pair(sender={"buffer_ttl_seconds": 0.05}) as pair, trio.open_nursery() as nursery:
+async def test_a_get_that_waits_for_room_is_told_when_the_payload_expires(clock: MockClock) -> None:
+    async with open_pair(sender={"buffer_ttl_seconds": 5}) as pair, trio.open_nursery() as nursery:
         full = await fill_receiver(pair, nursery)
         await pair.put("k", filled(UNIT))
+        outcome = begin(nursery, pair.get, "k")
+        await wait_until(lambda: pair.sender.statistics().held.get("claimed"))
+        clock.jump(5)
         with pytest.raises(Expired):
-            await pair.get("k")
+            await outcome.wait()
         full.scope.cancel()
         await assert_free(pair.sender, pair.receiver)
 

@@ -34,6 +34,7 @@ from rig import (
     start_stage,
     wait_until,
 )
+from trio.testing import MockClock
 
 from trio_mori import BindFailed, ConfigError, ConnectorClosed, NotReady, open_connector
 from trio_mori._errors import TrioMoriError
@@ -87,7 +88,7 @@ async def test_gets_that_wait_are_told() -> None:
         started = trio.current_time()
         await target.close()
         await assert_closed(*outcomes)
-        assert trio.current_time() - started < 1
+        assert trio.current_time() - started < SOON
         await source.connector.put("0", "1", "a", b"x")
 
 
@@ -126,7 +127,7 @@ async def no_threads() -> AsyncIterator[None]:
 
 
 async def test_a_put_that_copies_in_a_thread_is_told_and_harms_nothing() -> None:
-    async with open_stages(2 * BIG) as (source, _), trio.open_nursery() as nursery:
+    async with open_stages(2 * BIG, close_grace=0) as (source, _), trio.open_nursery() as nursery:
         async with no_threads():
             outcome = begin(nursery, source.connector.put, "0", "1", "k", filled(BIG))
             await wait_until(lambda: source.connector.statistics().held.get("staged"))
@@ -136,7 +137,7 @@ async def test_a_put_that_copies_in_a_thread_is_told_and_harms_nothing() -> None
 
 
 async def test_a_get_that_copies_in_a_thread_ends_well_or_is_told_and_harms_nothing() -> None:
-    async with open_stages(2 * BIG, close_grace=0.2) as (source, target), trio.open_nursery() as nursery:
+    async with open_stages(2 * BIG, close_grace=0) as (source, target), trio.open_nursery() as nursery:
         await source.connector.put("0", "1", "k", filled(BIG))
         async with no_threads():
             outcome = begin(nursery, target.connector.get, "0", "1", "k")
@@ -227,8 +228,10 @@ async def test_a_receiver_waits_for_a_write_into_its_pool() -> None:
 
 
 @pytest.mark.parametrize("who", ["source", "target"])
-async def test_a_write_that_does_not_end_is_left_to_itself_after_the_grace_and_its_memory_with_it(who: str) -> None:
-    async with open_stages(close_grace=0.1) as (source, target), trio.open_nursery() as nursery:
+async def test_a_write_that_does_not_end_is_left_to_itself_after_the_grace_and_its_memory_with_it(
+    who: str, clock: MockClock
+) -> None:
+    async with open_stages(close_grace=5) as (source, target), trio.open_nursery() as nursery:
         source.engine.hold()
         outcome = begin(nursery, target.connector.get, "0", "1", "k")
         await source.connector.put("0", "1", "k", filled(1000))
@@ -236,9 +239,13 @@ async def test_a_write_that_does_not_end_is_left_to_itself_after_the_grace_and_i
         (held,) = source.engine.held
         outcome.scope.cancel()
         closing, other = (source, target) if who == "source" else (target, source)
-        started = trio.current_time()
-        await closing.close()
-        assert 0.1 <= trio.current_time() - started < 1
+        nursery.start_soon(closing.close)
+        await wait_until(lambda: closing.connector.health()["status"] == "unhealthy")
+        clock.jump(4.5)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not closing.over.is_set()
+        clock.jump(0.5)
+        await closing.over.wait()
         assert any(call.method == "abandon" for call in closing.engine.calls), "its memory stays for ever"
         held.arrive(1000)
         at = held.write.destination
@@ -399,7 +406,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_fifty_rounds_leak_no_descriptor_task_thread_or_object() -> None:
+async def test_twenty_rounds_leak_no_descriptor_task_thread_or_object() -> None:
     connectors: list[weakref.ref[object]] = []
 
     async def round_trip() -> None:
@@ -416,7 +423,7 @@ async def test_fifty_rounds_leak_no_descriptor_task_thread_or_object() -> None:
     for _ in range(3):
         await round_trip()
     before = open_descriptors(), tasks(), threading.active_count()
-    for _ in range(50):
+    for _ in range(20):
         await round_trip()
     await wait_until(lambda: open_descriptors() <= before[0])
     assert (tasks(), threading.active_count()) == before[1:]
@@ -439,7 +446,7 @@ async def test_peers_that_come_and_go_leave_nothing_at_the_one_that_stays() -> N
             await visit(way)
         await wait_until(lambda: pair.sender.health()["peers"] <= 1)
         before = open_descriptors(), trio.lowlevel.current_statistics().tasks_living
-        for number in range(20):
+        for number in range(10):
             await visit("crash" if number % 2 else "close")
         await wait_until(lambda: open_descriptors() <= before[0])
         await wait_until(lambda: trio.lowlevel.current_statistics().tasks_living <= before[1])
