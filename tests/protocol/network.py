@@ -24,6 +24,7 @@ UNIT = 4096
 SENDER_POOL = 64 * UNIT
 RECEIVER_POOL = 48 * UNIT
 STOCK_POOL = 8 * UNIT
+ROUTES = (b"a", b"b")  # of two stock receivers
 POISON = memoryview(b"\xdd" * SENDER_POOL)
 LIMITS = OutboxLimits(
     ttl=300.0,
@@ -121,9 +122,9 @@ class Copy:
         """Move bytes, from wherever the source is to wherever the destination is, whoever owns them now."""
         ticket, start = self.ticket, self.copied
         self.copied = end = min(ticket.size, start + count)
-        if self.receiver is None:
-            memory = self.sender.world.stock_memory
-        elif self.receiver.alive:
+        if isinstance(ticket.holder, StockCaller):
+            memory = self.sender.world.stock_memory[ticket.holder.route]
+        elif self.receiver is not None and self.receiver.alive:
             memory = self.receiver.pool.memory
         else:
             return
@@ -141,12 +142,10 @@ class Connection:
     down: list[list[bytes]] = attrs.field(factory=list)
     open: bool = True
 
-    def deliver_up(self, frames: list[bytes]) -> None:
-        if self.sender.running:
+    def deliver(self, way: str, frames: list[bytes]) -> None:
+        if way == "up" and self.sender.running:
             self.sender.receive(self, frames)
-
-    def deliver_down(self, frames: list[bytes]) -> None:
-        if self.receiver.running:
+        elif way == "down" and self.receiver.running:
             self.receiver.receive(frames)
 
 
@@ -450,6 +449,9 @@ class Receiver:
                 self.world.excuse_deliveries(self)
                 self.book.rename(channel, self.world.token())
                 self._hello_again()
+            elif body.epoch in self.world.buried:
+                # These were its last words: whoever begins to watch it finds it gone.
+                self.book.fenced(channel, body.epoch, self.world.now)
         elif isinstance(body, wire.Stale):
             self._hello_again()
         elif body.epoch == channel.epoch:
@@ -491,6 +493,18 @@ class Receiver:
         assert extent in self.channel.ghosts.get(sender.epoch, ()), "a write was started into somebody else's memory"
         return extent, None
 
+    def leave(self) -> None:
+        """Close in good order: give everything back, and say farewell if that was confirmed."""
+        for interest in list(self.channel.interests.values()):
+            self.book.give_back(interest)
+        while self.leases:
+            self.release(0)
+        self.world.pump()
+        channel = self.channel
+        if self.connection is not None and channel.epoch is not None and not channel.interests:
+            farewell = wire.Requests(channel.token, channel.generation, channel.epoch, [wire.Bye()])
+            self.connection.up.append(wire.encode(farewell))
+
     def hear_of_death(self, sender: Sender) -> None:
         """The end of a sender's process is proven: nothing of it moves any more."""
         sender.copies = [c for c in sender.copies if c.receiver is not self]
@@ -517,6 +531,7 @@ class World:
     Attributes:
         sender: Who has the address that receivers dial.
         receivers: Who gets, at two places.
+        buried: Epochs of senders that are proven dead.
         held: The places and directions whose messages wait until they are delivered one by one.
         engine_waits: Whether writes take their time.
     """
@@ -530,12 +545,13 @@ class World:
         self.puts: dict[int, Put] = {}
         self.connections: list[Connection] = []
         self.engine_waits = False
-        self.stock_memory = bytearray(STOCK_POOL)
+        self.stock_memory = {route: bytearray(STOCK_POOL) for route in ROUTES}
         self.stock_pulls: dict[bytes, StockPull] = {}
         self.sender = Sender(self)
         self.senders = [self.sender]
         self.receivers = [Receiver(self, 0), Receiver(self, 1)]
         self.former: list[Receiver] = []
+        self.buried: set[bytes] = set()
         self.held: set[tuple[int, str]] = set()
         for receiver in self.receivers:
             receiver.connect()
@@ -577,12 +593,12 @@ class World:
                 if connection.up and connection.sender.running and (place, "up") not in self.held:
                     frames, connection.up = connection.up, []
                     for one in frames:
-                        connection.deliver_up(one)
+                        connection.deliver("up", one)
                     moved = True
                 if connection.down and receiver.running and (place, "down") not in self.held:
                     frames, connection.down = connection.down, []
                     for one in frames:
-                        connection.deliver_down(one)
+                        connection.deliver("down", one)
                     moved = True
             if not moved:
                 self.watch_alarms()
@@ -615,19 +631,84 @@ class World:
             if receiver.running:
                 receiver.beat()
 
-    def pass_time(self, seconds: float) -> None:
+    def pass_time(self, seconds: float, *, beats: bool) -> None:
+        """Time passes, with all receivers silent or not."""
+        if beats:
+            self.beat()
+            self.pump()
         self.now += seconds
+        if beats:
+            self.beat()
+            self.pump()
         for sender in self.senders:
             if sender.running:
                 sender.tick()
 
+    # --- processes ----------------------------------------------------------------------------------------
+
+    def replace_receiver(self, place: int, how: str) -> None:
+        """Another process takes its place; itself it is stopped, or dead without anybody knowing."""
+        old = self.receivers[place]
+        if how == "leaves" and old.running:
+            old.leave()
+            self.pump()
+        self.former.append(old)
+        old.running = False
+        if how != "stopped for another":
+            old.die()
+        self.receivers[place] = Receiver(self, place)
+        self.receivers[place].connect()
+
+    def bury_receiver(self, former: Receiver) -> None:
+        """It is dead, and everybody knows."""
+        self.former.remove(former)
+        former.die()
+        for sender in self.senders:
+            if sender.alive:
+                sender.hear_of_death(former)
+
+    def replace_sender(self, how: str, *, noticed: bool) -> None:
+        """Another process has the address."""
+        old = self.sender
+        if how == "killed":
+            old.die()
+        elif how == "stopped for another":
+            old.running = False
+        elif how == "leaves" and old.running:
+            old.leave()
+            self.pump()
+        self.senders.append(Sender(self))
+        self.give_address(self.senders[-1], noticed=noticed)
+
+    def give_address(self, sender: Sender, *, noticed: bool) -> None:
+        """Whoever dials from now on reaches that process."""
+        self.sender = sender
+        for receiver in self.receivers:
+            broken = receiver.connection
+            if not receiver.running or broken is None:
+                continue
+            receiver.disconnect()
+            if noticed and broken.sender.running:
+                broken.sender.notice_disconnect(broken)
+            receiver.connect()
+        self.forget_closed()
+
+    def bury_sender(self, sender: Sender) -> None:
+        """It is dead, and everybody knows."""
+        sender.die()
+        self.buried.add(sender.epoch)
+        self.senders.remove(sender)
+        for receiver in self.all_receivers():
+            if receiver.alive:
+                receiver.hear_of_death(sender)
+
     # --- stock receivers ----------------------------------------------------------------------------------
 
-    def stock_request(self, route: bytes, key: str, *, wrong: int, query: bool) -> None:
-        """A stock receiver asks again, whether or not it has had an answer."""
+    def stock_request(self, route: bytes, key: str, how: str) -> None:
+        """A stock receiver asks, or asks again."""
         sender = self.sender
-        if not sender.running or route in self.stock_pulls:
-            return
+        if route in self.stock_pulls:
+            return  # it waits for its answer
         caller, entry = sender.book.begin_request(route, key)
         if entry is None:
             return
@@ -639,10 +720,10 @@ class World:
                 return
             sender.pool.memory[extent.offset : extent.offset + len(put.encoded)] = put.encoded
             sender.book.attach_encoding(entry, extent, len(put.encoded))
-        length = (put.size if entry.is_raw else len(put.encoded)) + (wrong == 1)
-        destination = 0 if wrong != 2 else STOCK_POOL - length + 1
+        length = (put.size if entry.is_raw else len(put.encoded)) + (how == "long")
+        destination = 0 if how != "far" else max(0, STOCK_POOL - length + 1)
         put.excused = True
-        if not query and length:
+        if how != "query" and length:
             self.stock_pulls[route] = StockPull(put, destination, length)
             sender.book.pull(caller, entry, destination=destination, length=length, region_size=STOCK_POOL)
 
@@ -656,7 +737,8 @@ class World:
         if not any(c.receiver is None for c in sender.copies):  # else a late one may have spoiled it: it owns no pool
             expected = put.data if put.entry.is_raw else put.encoded
             start = pull.destination
-            assert self.stock_memory[start : start + pull.length] == expected, "a stock receiver has other bytes"
+            memory = self.stock_memory[caller.route]
+            assert memory[start : start + pull.length] == expected, "a stock receiver has other bytes"
 
 
 DEPLOYMENT = wire.Deployment("model", 0, 0, 0, "")
