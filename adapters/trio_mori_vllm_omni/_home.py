@@ -7,7 +7,6 @@ runs in whatever thread vllm-omni calls from.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import socket
@@ -152,10 +151,12 @@ class Shared:
 
     def _ask(self, interest: Interest[AnyArrival], edge: tuple[str, str], key: str) -> None:
         self._news.set()
-        if interest.state is State.WAITING and not self._ending.is_set():
+        if not self._ending.is_set():
             self._nursery.start_soon(self._fetch, interest, edge, key)
 
     async def _fetch(self, interest: Interest[AnyArrival], edge: tuple[str, str], key: str) -> None:
+        if interest.state is not State.WAITING:  # it was given up before this task had its first turn
+            return
         arrival: AnyArrival | None = None
         _, host, port = interest.name
         with trio.CancelScope() as scope:
@@ -329,12 +330,6 @@ class Home:
             assert self._nursery is not None
             self._nursery.start_soon(self.leave, client)
 
-    async def leave_all(self) -> None:
-        """Close everything."""
-        async with trio.open_nursery() as nursery:
-            for shared in self._shared.values():
-                nursery.start_soon(shared.close)
-
     def post(self, callback: Callable[[], object]) -> None:
         """Have something done in the loop that may fail: then it is logged, and the loop goes on. From any thread."""
 
@@ -361,20 +356,8 @@ def home_of_this_process() -> Home:
                 return _home
         home = Home(Portal("trio_mori_vllm_omni"))
         home.portal.enter(home.open)
-        if _home is None:
-            atexit.register(_close_at_exit)
         _home = home
         return home
-
-
-def _close_at_exit() -> None:
-    """Tell the peers, if there is time; the threads are daemons."""
-    home = _home
-    if home is not None and home.pid == os.getpid():
-        with suppress(ConnectorClosed, TimeoutError):
-            home.portal.call(home.leave_all, timeout=CLOSE_LIMIT)
-        with suppress(ConnectorClosed):
-            home.portal.close()
 
 
 def _forget_home() -> None:

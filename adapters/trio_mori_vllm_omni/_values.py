@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from msgspec import msgpack
 from PIL import Image
+from vllm_omni.distributed.omni_connectors.utils.memory_pool import ManagedBuffer as StockBuffer
 from vllm_omni.distributed.omni_connectors.utils.serialization import OmniMsgpackDecoder, OmniMsgpackEncoder
 
 # Any of msgpack's application types; vllm-omni uses none.
@@ -48,21 +49,25 @@ class _Collector(OmniMsgpackEncoder):  # type: ignore[misc]
         return self._keep(img) if img.mode in _IMAGE_MODES else super()._encode_pil_image(img)
 
 
-def plain(value: object) -> object:
-    """The tree that the serializer would have sent, with its large parts as they are.
+class StockCodec:
+    """Does to payloads what the stock serializer does. Stateless."""
 
-    Raises:
-        TypeError, ValueError, OverflowError: the serializer could not have sent it.
-    """
-    collector = _Collector()
-    encoded = collector.encode(value)
+    def plain(self, value: Any) -> object:
+        """The tree that the serializer would have sent, with its large parts as they are.
 
-    def part(code: int, data: memoryview) -> object:
-        return collector.parts[int.from_bytes(data, "big")] if code == _CODE else msgpack.Ext(code, bytes(data))
+        Raises:
+            TypeError, ValueError, OverflowError: the serializer could not have sent it.
+        """
+        if isinstance(value, StockBuffer):
+            return value.tensor
+        collector = _Collector()
+        encoded = collector.encode(value)
 
-    return msgspec.msgpack.Decoder(ext_hook=part).decode(encoded)
+        def part(code: int, data: memoryview) -> object:
+            return collector.parts[int.from_bytes(data, "big")] if code == _CODE else msgpack.Ext(code, bytes(data))
 
+        return msgspec.msgpack.Decoder(ext_hook=part).decode(encoded)
 
-def revived(tree: object) -> object:
-    """What the serializer would have delivered of a tree that came."""
-    return _decoder._post_process(tree)
+    def revived(self, tree: object) -> object:
+        """What the serializer would have delivered of a tree that came."""
+        return _decoder._post_process(tree)

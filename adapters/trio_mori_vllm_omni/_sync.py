@@ -1,0 +1,394 @@
+"""A connector with blocking calls, for any thread, of which vllm-omni's is made. It knows nothing of vllm-omni."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from trio_mori import (
+    ConfigError,
+    ConnectorClosed,
+    InternalError,
+    KeyBusy,
+    ManagedBuffer,
+    NoEndpoint,
+    NoRoom,
+    PayloadLost,
+    PeerLost,
+    Plan,
+    Receipt,
+    StockArrival,
+    TooBig,
+    TransferFailed,
+    TrioMoriError,
+    UnsupportedPayload,
+    WrongRole,
+    plan_payload,
+)
+
+from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, home_of_this_process
+from ._place import Place
+from ._ports import check_port
+from ._received import ReceivedBuffer
+
+logger = logging.getLogger("trio_mori.vllm_omni")
+
+# A put waits for the loop, which answers within a millisecond, and the first one for memory and a port.
+CALL_LIMIT = 30.0
+
+# As long as a loop that is alive takes to answer, with much to spare.
+HEALTH_LIMIT = 1.0
+
+
+class Codec(Protocol):
+    """What is done to payloads that are not raw, before they are sent and after they came. In any thread."""
+
+    def plain(self, value: Any) -> object:
+        """What to send. Tensors and bytes are sent raw.
+
+        Raises:
+            TypeError, ValueError, OverflowError: it cannot be sent.
+        """
+
+    def revived(self, tree: object) -> object:
+        """What to deliver."""
+
+
+class ForkRefused(TrioMoriError, RuntimeError):
+    """The connector was made in another process: a fork has its memory, but not its thread."""
+
+
+class SyncConnector:
+    """A stage's connector, as vllm-omni calls it.
+
+    One instance receives and sends. `put` claims memory in one call to the loop, copies in the calling thread, and
+    posts the rest; it never waits for a peer or for room. `get` looks into memory: what is not there is asked for once,
+    and the next call after its arrival has it.
+
+    Attributes:
+        config: The whole `extra` that it was made of.
+        stage_id: The stage, or -1.
+        host, zmq_port: Where it listens, or would.
+        sender_host, sender_zmq_port: Whom `get` asks without metadata.
+        can_put: Whether it may send.
+    """
+
+    # For `__del__` after a failed constructor.
+    _client: Client | None = None
+
+    def __init__(self, config: Mapping[str, Any], place: Place, codec: Codec) -> None:
+        """Claim nothing yet: memory and port are taken at the first put or get.
+
+        Raises:
+            BindFailed: its port is a stranger's.
+        """
+        self.config = config
+        self.stage_id = place.config.stage_id
+        self.host = place.config.host
+        self.zmq_port = place.config.zmq_port
+        self.sender_host = place.sender_host
+        self.sender_zmq_port = place.sender_zmq_port
+        self.can_put = place.can_put
+        self._pid = os.getpid()
+        self._core_config = place.config
+        self._codec = codec
+        if place.config.role == "sender" and place.config.zmq_port:
+            check_port(place.config.host, place.config.zmq_port, place.config.digest)
+        self._home: Home = home_of_this_process()
+        self._client = self._home.portal.call(self._home.join, place.config)
+        logger.info(
+            "stage %d: connector ready, %s, listens on %s:%s at its first put, gets from %s:%s",
+            self.stage_id,
+            place.config.backend_type,
+            self.host,
+            self.zmq_port if self.can_put else None,
+            self.sender_host,
+            self.sender_zmq_port,
+        )
+
+    # --- put ----------------------------------------------------------------------------------------------
+
+    def put(self, from_stage: str, to_stage: str, put_key: str, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
+        """Hand a payload to whoever gets this key on this edge; when it returns, the source may be overwritten.
+
+        Returns:
+            Success, the length of its stock form, and what `get` may be given as metadata. `(False, 0, None)` if it
+            cannot be sent as things are: `health()["refusals"]` and the log say why.
+
+        Raises:
+            ConnectorClosed: closed before or during the call, or its loop has died.
+            BindFailed, EngineUnavailable: the connector cannot be opened.
+        """
+        client = self._require_client()
+        try:
+            if not self.can_put:
+                raise WrongRole(f"put of {put_key!r} on a connector that only receives")
+            plan = self._plan(data)
+            reservation, info = self._home.portal.call(
+                client.shared.reserve, from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage),
+                timeout=CALL_LIMIT,
+            )  # fmt: skip
+        except (WrongRole, UnsupportedPayload, NoRoom, TooBig, KeyBusy) as error:
+            client.shared.reasons.note("put", error)
+            return False, 0, None
+        try:
+            reservation.fill()
+        except BaseException:
+            self._home.post(reservation.release)
+            raise
+        self._home.post(reservation.publish)
+        address: Any = _Address(info["host"], info["zmq_port"])
+        metadata = Receipt(plan.size, plan.is_raw, plan.whole_header, address).metadata
+        return True, metadata["data_size"], metadata
+
+    # --- get ----------------------------------------------------------------------------------------------
+
+    def get(
+        self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
+    ) -> tuple[Any, int] | None:
+        """The payload and its bytes if it is here, else None at once; each is delivered once.
+
+        With all of the metadata that put returned it waits for the transfer, as long as the configuration allows.
+
+        Raises:
+            NoEndpoint: it is not known where the sender is.
+            ConnectorClosed: closed before or during the call, or its loop has died.
+        """
+        client = self._require_client()
+        size = (metadata or {}).get("data_size")
+        if isinstance(size, int) and size > 0:
+            limit = self._core_config.transfer_timeout(size)
+            return self._wait_for(from_stage, to_stage, get_key, metadata, limit)
+        source = self._find_source(get_key, metadata)
+        arrival = client.shared.poll(self._home.post, (from_stage, to_stage), get_key, source)
+        return None if arrival is None else self._deliver(arrival)
+
+    def get_with_deadline(
+        self,
+        from_stage: str,
+        to_stage: str,
+        get_key: str,
+        metadata: dict[str, Any] | None = None,
+        *,
+        deadline: float,
+    ) -> tuple[Any, int] | None:
+        """As `get`, but waits until `time.monotonic()` is `deadline`. None: it did not come, and was not consumed."""
+        return self._wait_for(from_stage, to_stage, get_key, metadata, max(deadline - time.monotonic(), 0.0))
+
+    def _wait_for(
+        self, from_stage: str, to_stage: str, key: str, metadata: dict[str, Any] | None, limit: float
+    ) -> tuple[Any, int] | None:
+        client = self._require_client()
+        host, port = self._find_source(key, metadata)
+        known = {**(metadata or {}), "source_host": host, "source_port": port}
+        take = partial(client.shared.take, (from_stage, to_stage), key, known)
+        try:
+            arrival = self._home.portal.call(client.run, take, timeout=limit)
+        except TimeoutError:
+            return None
+        except (PayloadLost, TransferFailed, PeerLost, NoRoom, TooBig) as error:
+            client.shared.reasons.note("get", error)
+            return None
+        return self._deliver(arrival)
+
+    def _find_source(self, key: str, metadata: dict[str, Any] | None) -> tuple[str, int]:
+        known = metadata or {}
+        host, port = known.get("source_host"), known.get("source_port")
+        if host is None and port is None:
+            host, port = self.sender_host, self.sender_zmq_port
+        if not host or not port:
+            raise NoEndpoint(
+                f"get of {key!r}: it is not known where the sender listens; call update_sender_info(host, port), or "
+                "give sender_host and sender_zmq_port"
+            )
+        return str(host), int(port)
+
+    def _deliver(self, arrival: AnyArrival) -> tuple[Any, int]:
+        try:
+            value = self._received(arrival)
+        except BaseException:
+            self._post_last(arrival.give_back)
+            raise
+        self._post_last(arrival.finish)
+        return value, arrival.size
+
+    def _plan(self, data: Any) -> Plan:
+        try:
+            return plan_payload(self._sendable(data))
+        except UnsupportedPayload:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:  # of the codec
+            raise UnsupportedPayload(str(error), path="payload") from error
+
+    def _sendable(self, data: Any) -> object:
+        if isinstance(data, ReceivedBuffer):
+            return data.tensor
+        if isinstance(data, ManagedBuffer | torch.Tensor | bytes):
+            return data
+        tree = self._codec.plain(data)
+        # Alone, bytes would be taken for a raw payload; those that were not are told by this.
+        return bytearray(tree) if isinstance(tree, bytes) else tree
+
+    def _received(self, arrival: AnyArrival) -> object:
+        value = arrival.restore()
+        if isinstance(arrival, StockArrival) and arrival.is_raw:
+            assert isinstance(value, ManagedBuffer)
+            return ReceivedBuffer(value)
+        if isinstance(value, torch.Tensor):
+            return ReceivedBuffer(value.contiguous().view(-1).view(torch.uint8))
+        if isinstance(value, bytes):
+            return ReceivedBuffer(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        return bytes(value) if isinstance(value, bytearray) else self._codec.revived(value)
+
+    def abandon_get(self, get_key: str) -> None:
+        """Nobody waits for this key any more: what was asked for goes back to its sender."""
+        client = self._require_client()
+        self._home.post(lambda: client.shared.abandon(get_key))
+
+    # --- the rest -----------------------------------------------------------------------------------------
+
+    def update_sender_info(self, sender_host: str, sender_zmq_port: int) -> None:
+        """Whom `get` asks from now on, unless its metadata says otherwise.
+
+        Raises:
+            ConfigError: no address, or no port.
+        """
+        port = int(sender_zmq_port)
+        if not sender_host or not 0 < port <= 65535:
+            raise ConfigError(
+                f"the sender at {sender_host!r}:{sender_zmq_port!r}; give an address and a port from 1 to 65535",
+                key="sender_zmq_port",
+                value=sender_zmq_port,
+            )
+        self.sender_host, self.sender_zmq_port = sender_host, port
+
+    def get_connection_info(self) -> dict[str, Any]:
+        """``host``, ``zmq_port``, ``engine_key`` and ``can_put``. A connector that may put listens from now on."""
+        client = self._require_client()
+        role = "sender" if self.can_put else "receiver"
+        core = self._home.portal.call(client.shared.core, role, timeout=CALL_LIMIT)
+        return {**core.get_connection_info(), "can_put": self.can_put}
+
+    def cleanup(self, request_id: str, from_stage: str | None = None, to_stage: str | None = None) -> None:
+        """Drop what nobody has fetched under a key, or of a request: on one edge if both stages are given, else on all.
+
+        Raises:
+            ValueError: only one stage is given.
+        """
+        if (from_stage is None) != (to_stage is None):
+            raise ValueError(f"cleanup of {request_id!r} needs both from_stage and to_stage, or neither")
+        client = self._require_client()
+        edge = None if from_stage is None or to_stage is None else (from_stage, to_stage)
+        self._home.post(lambda: client.shared.cleanup(request_id, edge))
+
+    def forget_request(self, external_req_id: str) -> None:
+        """Its request was aborted: drop its chunks that nobody has fetched from this stage. Called by the adapter."""
+        client = self._client
+        if client is None or client.closed or self._pid != os.getpid():
+            return
+        edge = (str(self.stage_id), str(self.stage_id + 1))
+        self._post_last(lambda: client.shared.cleanup(external_req_id, edge))
+
+    def health(self) -> dict[str, Any]:
+        """What the stock connector tells, the pool by state, and ``refusals``: why puts and gets were refused."""
+        client = self._client
+        if client is None or client.closed:
+            return {"status": "unhealthy", "error": "the connector is closed"}
+        self._refuse_fork()
+
+        async def ask() -> dict[str, Any]:
+            return client.shared.health()
+
+        config = self._core_config
+        unopened = {
+            "status": "healthy",
+            "host": self.host,
+            "pool_device": config.memory_pool_device,
+            "pool_size": config.memory_pool_size,
+            "engine_key": "",
+            **dict.fromkeys(("puts", "gets", "bytes_transferred", "errors", "timeouts", "parked", "peers"), 0),
+            "pool": {},
+        }
+        try:
+            health = self._home.portal.call(ask, timeout=HEALTH_LIMIT)
+        except (ConnectorClosed, TimeoutError) as error:
+            return {**unopened, "status": "unhealthy", "error": str(error)}
+        return {
+            **unopened,
+            **health,
+            "polled": client.shared.polled(),
+            "refusals": client.shared.reasons.as_dict(),
+        }
+
+    def close(self) -> None:
+        """Close it, and what it shares if it was the last. Idempotent; within two seconds, from any thread.
+
+        Calls that other threads have in progress end with ConnectorClosed. In the loop's own thread, as when the
+        garbage collector calls it there, it only sets the end in motion.
+        """
+        client = self._client
+        if client is None or self._pid != os.getpid():
+            return
+        home = self._home
+        with suppress(ConnectorClosed):
+            if home.portal.in_portal:
+                home.leave_soon(client)
+                return
+            try:
+                home.portal.call(home.leave, client, timeout=CLOSE_LIMIT)
+            except TimeoutError:
+                logger.warning("stage %d: closing goes on: a peer or a write has not ended yet", self.stage_id)
+
+    def __del__(self) -> None:
+        # Perhaps in the loop's thread, in the middle of anything: nothing is waited for here.
+        client = self._client
+        if client is None or client.closed or self._pid != os.getpid() or sys.is_finalizing():
+            return
+        home = self._home
+        with suppress(ConnectorClosed):
+            home.post(lambda: home.leave_soon(client))
+
+    def _require_client(self) -> Client:
+        self._refuse_fork()
+        client = self._client
+        if client is None or client.closed:
+            raise ConnectorClosed(f"the connector of stage {self.stage_id} was closed")
+        if self._home.portal.in_portal:
+            raise InternalError(
+                "a connector was called in the loop's own thread, where it would wait for itself; call it from another"
+            )
+        return client
+
+    def _refuse_fork(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkRefused(
+                f"the connector of stage {self.stage_id} was made in process {self._pid}, and this is {os.getpid()}: "
+                "make one after the fork, or start processes by spawn"
+            )
+
+    def _post_last(self, callback: Callable[[], object]) -> None:
+        """Post what a closed loop does not need any more."""
+        with suppress(ConnectorClosed):
+            self._home.post(callback)
+
+
+def _first_of(key: str, stage: str) -> str | None:
+    """The request whose first chunk a key is, or None."""
+    ending = f"_{stage}_0"
+    return key[: -len(ending)] if key.endswith(ending) and len(key) > len(ending) else None
+
+
+class _Address:
+    """Where the sender listens, as a receipt names it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port

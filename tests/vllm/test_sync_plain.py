@@ -1,0 +1,587 @@
+"""Connectors with blocking calls, as vllm-omni makes them: two stages in one process, over shared memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+import trio
+import trio_mori_vllm_omni._home as home_module
+from trio_mori_vllm_omni._interests import PATIENCE
+from trio_mori_vllm_omni._place import find_place
+from trio_mori_vllm_omni._received import ReceivedBuffer
+from trio_mori_vllm_omni._sync import SyncConnector
+
+from trio_mori import BindFailed, ConfigError, ConnectorClosed, LeaseError, NoEndpoint, TrioMoriError
+
+deterministic = pytest.mark.deterministic
+
+POOL = 1 << 20
+# Much longer than anything here takes, and shorter than anybody's patience.
+LIMIT = 20.0
+
+
+class Identity:
+    """A codec that changes nothing."""
+
+    def plain(self, value: object) -> object:
+        if isinstance(value, complex):
+            raise TypeError("complex numbers do not travel")
+        return value
+
+    def revived(self, tree: object) -> object:
+        return tree
+
+
+def make(extra: dict[str, object]) -> SyncConnector:
+    extra = {"host": "127.0.0.1", "memory_pool_size": POOL, **extra}
+    return SyncConnector(extra, find_place(extra, resolved=True), Identity())
+
+
+@contextmanager
+def made(**extra: object) -> Iterator[SyncConnector]:
+    connector = make(extra)
+    try:
+        yield connector
+    finally:
+        connector.close()
+
+
+@contextmanager
+def open_pair(**extra: object) -> Iterator[tuple[SyncConnector, SyncConnector]]:
+    """A sender and its receiver."""
+    shm = {"backend_type": "shm", **extra}
+    with made(role="sender", stage_id=0, zmq_port=0, **shm) as up:
+        info = up.get_connection_info()
+        with made(
+            role="receiver", stage_id=1, from_stage=0, sender_host=info["host"], sender_zmq_port=info["zmq_port"], **shm
+        ) as down:
+            yield up, down
+
+
+def free_base(count: int) -> int:
+    """The first of so many free ports in a row, below those that the kernel hands out."""
+    for base in range(20000 + os.getpid() % 1000 * 8, 32000, 8):
+        with ExitStack() as stack:
+            try:
+                for port in range(base, base + count):
+                    probe = stack.enter_context(socket.socket())
+                    probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return base
+    raise AssertionError("no free ports")
+
+
+def eventually(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, f"{what} has not come true"
+        time.sleep(0.001)
+
+
+def poll(connector: SyncConnector, key: str, metadata: dict[str, object] | None = None) -> tuple[object, int]:
+    """Poll as the adapter does, until it is there."""
+    got: list[tuple[object, int]] = []
+
+    def is_there() -> bool:
+        result = connector.get("0", "1", key, metadata)
+        if result is not None:
+            got.append(result)
+        return bool(got)
+
+    eventually(is_there, f"the arrival of {key}")
+    return got[0]
+
+
+def is_whole(connector: SyncConnector) -> bool:
+    health = connector.health()
+    pool = health["pool"]
+    return health["polled"] == 0 and sum(size for state, size in pool.items() if state != "free") == 0
+
+
+def refusals(connector: SyncConnector) -> dict[str, int]:
+    return {kind: entry["count"] for kind, entry in connector.health()["refusals"].items()}
+
+
+@contextmanager
+def held_loop(connector: SyncConnector) -> Iterator[None]:
+    """The loop does nothing while the block lasts."""
+    busy, go = threading.Event(), threading.Event()
+    connector._home.portal.post(lambda: (busy.set(), go.wait(LIMIT)))
+    assert busy.wait(LIMIT)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+# --- put and get ------------------------------------------------------------------------------------------------
+
+
+@deterministic
+def test_a_structure_is_delivered_once_and_leaves_both_pools_free() -> None:
+    with open_pair() as (up, down):
+        sent = {"codes": {"audio": torch.arange(4096).reshape(8, 512)}, "meta": {"finished": torch.tensor(False)}}
+        ok, size, metadata = up.put("0", "1", "r_0_0", sent)
+        assert ok
+        assert metadata is not None
+        assert metadata["data_size"] == size > 4096 * 8
+        value, moved = poll(down, "r_0_0")
+        assert isinstance(value, dict)
+        assert torch.equal(value["codes"]["audio"], sent["codes"]["audio"])
+        assert moved >= 4096 * 8
+        assert down.get("0", "1", "r_0_0") is None
+        down.abandon_get("r_0_0")
+        eventually(lambda: is_whole(up) and is_whole(down), "that both pools are free")
+
+
+@deterministic
+def test_what_is_polled_for_is_answered_from_memory_while_the_loop_does_nothing() -> None:
+    with open_pair() as (up, down):
+        assert down.get("0", "1", "r_0_0") is None
+        up.put("0", "1", "r_0_0", {"step": torch.arange(100)})
+        eventually(lambda: down.health()["pool"].get("leased", 0) > 0, "the arrival")
+        with held_loop(down):
+            result = down.get("0", "1", "r_0_0")
+            assert down.get("0", "1", "r_0_1") is None
+        assert result is not None
+        value, _ = result
+        assert isinstance(value, dict)
+        assert torch.equal(value["step"], torch.arange(100))
+
+
+@deterministic
+@pytest.mark.parametrize("data", [torch.arange(100, dtype=torch.int16), bytes(range(200))])
+def test_a_raw_payload_arrives_as_its_bytes(data: torch.Tensor | bytes) -> None:
+    expected = data if isinstance(data, bytes) else data.numpy().tobytes()
+    with open_pair() as (up, down):
+        ok, size, metadata = up.put("0", "1", "k", data)
+        assert (ok, size) == (True, 200)
+        assert metadata is not None
+        assert metadata["is_fast_path"] is True
+        value, moved = poll(down, "k")
+        assert isinstance(value, ReceivedBuffer)
+        assert (value.size, moved, value.to_bytes()) == (200, 200, expected)
+        assert value.tensor.dtype == torch.uint8
+        assert value.as_tensor(torch.int16, (10, 10)).shape == (10, 10)
+        with pytest.raises(ValueError, match="has 404 bytes, but this buffer has 200"):
+            value.as_tensor(torch.int16, (202,))
+        kept = value.tensor
+        value.release()
+        value.release()
+        assert kept.numpy().tobytes() == expected
+        with pytest.raises(LeaseError):
+            value.tensor  # noqa: B018
+
+
+@deterministic
+def test_a_received_buffer_can_be_put_again() -> None:
+    with open_pair() as (up, down):
+        up.put("0", "1", "k", b"first")
+        value, _ = poll(down, "k")
+        up.put("0", "1", "again", value)
+        again, _ = poll(down, "again")
+        assert isinstance(again, ReceivedBuffer)
+        assert again.to_bytes() == b"first"
+
+
+@deterministic
+def test_the_bytes_of_a_bytearray_are_no_raw_payload() -> None:
+    with open_pair() as (up, down):
+        up.put("0", "1", "k", bytearray(b"abc"))
+        assert poll(down, "k")[0] == b"abc"
+
+
+@deterministic
+def test_metadata_with_host_and_port_only_is_enough() -> None:
+    with open_pair() as (up, down):
+        info = up.get_connection_info()
+        down.update_sender_info("127.0.0.1", 1)
+        up.put("0", "1", "r_0_0", {"n": 1})
+        assert poll(down, "r_0_0", {"source_host": info["host"], "source_port": info["zmq_port"]})[0] == {"n": 1}
+
+
+@deterministic
+def test_with_all_of_put_s_metadata_one_get_waits_for_the_transfer() -> None:
+    with open_pair() as (up, down):
+        _, _, metadata = up.put("0", "1", "k", {"n": 1})
+        result = down.get("0", "1", "k", metadata)
+        assert result is not None
+        assert result[0] == {"n": 1}
+
+
+@deterministic
+def test_a_deadline_that_passes_consumes_nothing() -> None:
+    with open_pair() as (up, down):
+        assert down.get("0", "1", "k") is None
+        begun = time.monotonic()
+        assert down.get_with_deadline("0", "1", "k", deadline=begun + 0.05) is None
+        assert 0.04 < time.monotonic() - begun < LIMIT
+        assert down.get_with_deadline("0", "1", "k", deadline=begun) is None
+        up.put("0", "1", "k", {"n": 1})
+        result = down.get_with_deadline("0", "1", "k", deadline=time.monotonic() + LIMIT)
+        assert result is not None
+        assert result[0] == {"n": 1}
+        eventually(lambda: is_whole(up) and is_whole(down), "that both pools are free")
+
+
+@deterministic
+def test_a_get_without_an_endpoint_says_how_to_give_one() -> None:
+    with made(role="receiver", stage_id=1, backend_type="shm") as down:
+        with pytest.raises(NoEndpoint, match=r"update_sender_info\(host, port\)"):
+            down.get("0", "1", "k")
+        with pytest.raises(ConfigError, match="from 1 to 65535"):
+            down.update_sender_info("127.0.0.1", 70000)
+
+
+@deterministic
+def test_a_middle_stage_receives_and_sends_on_its_one_connector() -> None:
+    base = free_base(3)
+    stages = [
+        {"role": role, "stage_id": stage, "from_stage": max(stage - 1, 0), "backend_type": "shm"} | ports
+        for stage, (role, ports) in enumerate(
+            [
+                ("sender", {"zmq_port": base}),
+                ("receiver", {"sender_host": "auto", "sender_zmq_port": base}),
+                ("receiver", {"sender_host": "auto", "sender_zmq_port": base + 1}),
+            ]
+        )
+    ]
+    with made(**stages[0]) as first, made(**stages[1]) as middle, made(**stages[2]) as last:
+        assert middle.can_put
+        assert first.put("0", "1", "r_0_0", {"n": 1})[0]
+        assert middle.put("1", "2", "r_1_0", poll(middle, "r_0_0")[0])[0]
+        result = last.get_with_deadline("1", "2", "r_1_0", deadline=time.monotonic() + LIMIT)
+        assert result is not None
+        assert result[0] == {"n": 1}
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+@deterministic
+def test_a_refused_put_says_why_in_health_and_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with open_pair() as (up, _), caplog.at_level(logging.WARNING, "trio_mori.vllm_omni"):
+        for _ in range(3):
+            assert up.put("0", "1", "big", torch.zeros(2 * POOL, dtype=torch.uint8)) == (False, 0, None)
+        assert up.put("0", "1", "empty", b"") == (False, 0, None)
+        assert up.put("0", "1", "odd", 1j) == (False, 0, None)
+        assert up.put("0", "1", "half", torch.zeros(POOL // 2, dtype=torch.uint8))[0]
+        assert up.put("0", "1", "more", torch.zeros(POOL, dtype=torch.uint8)) == (False, 0, None)
+        assert refusals(up) == {"put: TooBig": 3, "put: UnsupportedPayload": 2, "put: NoRoom": 1}
+        assert len(caplog.records) == 3
+        up.cleanup("half")
+        eventually(lambda: is_whole(up), "that the pool is free")
+
+
+@deterministic
+def test_a_connector_that_only_receives_refuses_put() -> None:
+    with made(role="receiver", sender_host="127.0.0.1", sender_zmq_port=1, backend_type="shm") as down:
+        assert not down.can_put
+        assert down.put("0", "1", "k", b"x") == (False, 0, None)
+        assert refusals(down) == {"put: WrongRole": 1}
+
+
+@deterministic
+def test_a_get_that_cannot_succeed_is_asked_again_after_a_pause_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with open_pair() as (up, down), caplog.at_level(logging.WARNING, "trio_mori.vllm_omni"):
+        small = {"backend_type": "shm", "memory_pool_size": 8192, "role": "receiver", "stage_id": 3, "from_stage": 2}
+        info = up.get_connection_info()
+        with made(**small, sender_host=info["host"], sender_zmq_port=info["zmq_port"]) as tiny:
+            up.put("0", "1", "k", torch.zeros(100_000, dtype=torch.uint8))
+
+            def is_refused() -> bool:
+                assert tiny.get("0", "1", "k") is None
+                return bool(refusals(tiny))
+
+            eventually(is_refused, "the refusal")
+            for _ in range(100):
+                assert tiny.get("0", "1", "k") is None
+            assert refusals(tiny) == {"get: TooBig": 1}
+            assert len(caplog.records) == 1
+        assert poll(down, "k")[1] == 100_000
+
+
+# --- cleaning up ------------------------------------------------------------------------------------------------
+
+
+@deterministic
+def test_cleanup_takes_both_stages_or_neither() -> None:
+    with open_pair() as (up, down):
+        with pytest.raises(ValueError, match="both from_stage and to_stage, or neither"):
+            up.cleanup("k", "0")
+        for edge in ((), ("0", "1")):
+            up.put("0", "1", "k", {"t": torch.zeros(100)})
+            up.cleanup("k", *edge)
+            eventually(lambda: is_whole(up), "that the pool is free")
+        up.put("0", "1", "k", {"t": torch.zeros(100)})
+        up.cleanup("k", "1", "2")
+        assert isinstance(poll(down, "k")[0], dict)
+
+
+@deterministic
+def test_chunks_of_an_aborted_request_are_forgotten_and_others_stay() -> None:
+    with open_pair() as (up, down):
+        for request in ("a", "b"):
+            for chunk in range(3):
+                assert up.put("0", "1", f"{request}_0_{chunk}", {"t": torch.zeros(100)})[0]
+        up.forget_request("a")
+        eventually(lambda: up.health()["pool"]["published"] == 3 * 4096, "that three chunks are left")
+        for chunk in range(3):
+            poll(down, f"b_0_{chunk}")
+        assert down.get("0", "1", "a_0_0") is None
+
+
+@deterministic
+def test_the_first_chunk_of_a_request_drops_what_is_left_of_an_earlier_one() -> None:
+    with open_pair() as (up, down):
+        for chunk in range(3):
+            up.put("0", "1", f"r_0_{chunk}", {"life": torch.tensor([1])})
+        up.put("0", "1", "r_0_0", {"life": torch.tensor([2])})
+        assert poll(down, "r_0_0")[0] == {"life": torch.tensor([2])}
+        for _ in range(20):
+            assert down.get("0", "1", "r_0_1") is None
+        up.put("0", "1", "r_0_1", {"life": torch.tensor([2])})
+        assert poll(down, "r_0_1")[0] == {"life": torch.tensor([2])}
+
+
+def test_a_payload_that_nobody_polls_for_any_more_goes_back_to_its_sender() -> None:
+    with open_pair() as (up, down):
+        assert down.get("0", "1", "r_0_0") is None
+        up.put("0", "1", "r_0_0", {"n": torch.zeros(100)})
+        eventually(lambda: down.health()["pool"].get("leased", 0) > 0, "the arrival")
+        begun = time.monotonic()
+        eventually(lambda: is_whole(down), "that it has gone back")
+        assert time.monotonic() - begun > PATIENCE / 2
+        assert up.health()["pool"]["published"] == 4096
+        assert isinstance(poll(down, "r_0_0")[0], dict)
+
+
+# --- instances, threads, ends -----------------------------------------------------------------------------------
+
+
+@deterministic
+def test_two_instances_of_one_configuration_share_memory_and_port() -> None:
+    with open_pair() as (up, down):
+        again = make(dict(up.config))
+        try:
+            assert again.get_connection_info() == up.get_connection_info()
+            assert again.put("0", "1", "k", {"n": 1})[0]
+            up.close()
+            assert again.put("0", "1", "l", {"n": 2})[0]
+            assert poll(down, "k")[0] == {"n": 1}
+            assert poll(down, "l")[0] == {"n": 2}
+        finally:
+            again.close()
+        assert again.health()["status"] == "unhealthy"
+
+
+@deterministic
+def test_a_connector_that_was_closed_says_so_and_can_be_made_again() -> None:
+    with open_pair() as (up, _):
+        port = up.get_connection_info()["zmq_port"]
+        up.close()
+        up.close()
+        for call in (
+            lambda: up.put("0", "1", "k", b"x"),
+            lambda: up.get("0", "1", "k", {"source_host": "127.0.0.1", "source_port": port}),
+            lambda: up.cleanup("k"),
+            lambda: up.abandon_get("k"),
+            up.get_connection_info,
+        ):
+            with pytest.raises(ConnectorClosed, match="stage 0 was closed"):
+                call()
+        up.forget_request("k")
+        with made(role="sender", stage_id=0, zmq_port=port, backend_type="shm") as fresh:
+            assert fresh.put("0", "1", "k", b"x")[0]
+
+
+@deterministic
+def test_closing_ends_the_calls_that_wait_with_a_typed_error() -> None:
+    with open_pair() as (_, down):
+        errors: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                down.get_with_deadline("0", "1", "k", deadline=time.monotonic() + LIMIT)
+            except TrioMoriError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: down.health()["parked"] > 0, "that it waits")
+        begun = time.monotonic()
+        down.close()
+        thread.join(LIMIT)
+        assert time.monotonic() - begun < 2
+        assert [type(error) for error in errors] == [ConnectorClosed]
+
+
+@deterministic
+def test_closing_is_quick_when_the_sender_has_never_been_there() -> None:
+    with made(
+        role="receiver", stage_id=1, from_stage=0, sender_host="127.0.0.1", sender_zmq_port=9, backend_type="shm"
+    ) as down:
+        assert down.get("0", "1", "k") is None
+        begun = time.monotonic()
+        down.close()
+        assert time.monotonic() - begun < 2
+
+
+@deterministic
+def test_a_connector_that_is_collected_lets_go_without_waiting() -> None:
+    with open_pair() as (up, _):
+        config = dict(up.config)
+        again = make(config)
+        with held_loop(up):
+            del again
+            gc.collect()
+        eventually(lambda: up._client is not None and up._client.shared.users == 1, "that it has let go")
+
+
+@deterministic
+def test_a_constructor_that_failed_leaves_nothing_to_close() -> None:
+    with made(role="sender", stage_id=0, zmq_port=0, backend_type="shm") as up:
+        port = up.get_connection_info()["zmq_port"]
+        with pytest.raises(BindFailed, match=f"cannot listen on 127.0.0.1:{port}"):
+            make({"role": "sender", "stage_id": 5, "zmq_port": port, "backend_type": "shm"})
+        gc.collect()
+
+
+@deterministic
+def test_calls_in_the_loop_s_own_thread_are_refused_and_close_does_not_wait() -> None:
+    with open_pair() as (up, _):
+        outcome: list[object] = []
+        done = threading.Event()
+
+        def call() -> None:
+            try:
+                up.put("0", "1", "k", b"x")
+            except TrioMoriError as error:
+                outcome.append(error)
+            up.close()
+            done.set()
+
+        up._home.portal.post(call)
+        assert done.wait(LIMIT)
+        assert "own thread" in str(outcome[0])
+        eventually(lambda: up.health()["status"] == "unhealthy", "that it is closed")
+
+
+@deterministic
+def test_the_loop_s_death_is_the_cause_of_every_later_error_and_a_new_connector_gets_a_new_loop() -> None:
+    with open_pair() as (up, down):
+
+        def crash() -> None:
+            raise RuntimeError("planted")
+
+        trio_thread_is_over = threading.Event()
+
+        async def die() -> None:
+            up._home._nursery.start_soon(fail)  # type: ignore[union-attr]
+            await trio.sleep_forever()
+
+        async def fail() -> None:
+            crash()
+
+        def cause() -> None:
+            with pytest.raises((ConnectorClosed, RuntimeError)):
+                up._home.portal.call(die)
+            trio_thread_is_over.set()
+
+        threading.Thread(target=cause).start()
+        begun = time.monotonic()
+        assert trio_thread_is_over.wait(LIMIT)
+        for connector in (up, down):
+            with pytest.raises(ConnectorClosed):
+                connector.put("0", "1", "k", b"x")
+            assert connector.health()["status"] == "unhealthy"
+            connector.close()
+        assert time.monotonic() - begun < 2
+    with open_pair() as (up, down):
+        up.put("0", "1", "k", {"n": 1})
+        assert poll(down, "k")[0] == {"n": 1}
+
+
+def test_a_forked_child_is_refused_and_leaves_its_parent_alone() -> None:
+    with open_pair() as (up, down):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                up.put("0", "1", "k", b"x")
+            except TrioMoriError as error:
+                code = 0 if "fork" in str(error) else 2
+            up.close()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        up.put("0", "1", "k", {"n": 1})
+        assert poll(down, "k")[0] == {"n": 1}
+
+
+def test_many_threads_at_once_get_what_was_put_last_or_nothing() -> None:
+    with open_pair(memory_pool_size=8 << 20) as (up, down):
+        stop = time.monotonic() + 2.0
+        errors: list[BaseException] = []
+        versions = [0] * 20
+        seen: list[int] = []
+        lock = threading.Lock()
+
+        def run(seed: int) -> None:
+            state = seed
+            try:
+                while time.monotonic() < stop:
+                    state = (1103515245 * state + 12345) % (1 << 31)
+                    key, act = state % 20, (state >> 8) % 10
+                    if act < 4:
+                        with lock:
+                            versions[key] += 1
+                            version = versions[key]
+                        up.put("0", "1", f"k{key}", {"v": torch.full((state % 3000 + 1,), version)})
+                    elif act < 8:
+                        result = down.get("0", "1", f"k{key}")
+                        if result is not None:
+                            value = result[0]["v"]
+                            assert bool((value == value[0]).all())
+                            assert int(value[0]) <= versions[key]
+                            seen.append(1)
+                    elif act == 8:
+                        up.cleanup(f"k{key}")
+                    else:
+                        assert {down.health()["status"], up.health()["status"]} <= {"healthy", "degraded"}
+                        down.abandon_get(f"k{key}")
+            except BaseException as error:  # noqa: BLE001 - looked at below
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert errors == []
+        assert seen
+        for key in range(20):
+            up.cleanup(f"k{key}")
+            down.abandon_get(f"k{key}")
+        eventually(lambda: is_whole(up) and is_whole(down), "that both pools are free")
+
+
+@deterministic
+def test_one_thread_serves_all_connectors_of_the_process() -> None:
+    with open_pair() as (up, down):
+        assert up._home is down._home is home_module.home_of_this_process()
+        assert up._home.portal.call(_thread_id) == down._home.portal.call(_thread_id)
+
+
+async def _thread_id() -> int:
+    return threading.get_ident()
