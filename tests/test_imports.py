@@ -29,6 +29,7 @@ LAYERS = (
     ("_stock", "_statistics", "_chunks"),
     ("_upstream", "_reception", "_staging"),
     ("_sender", "_receiver"),
+    ("_inquiry", "_address", "_port"),
     ("_connector",),
     ("_portal",),
     ("blocking",),

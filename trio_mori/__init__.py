@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ._errors import PayloadLost as PayloadLost
     from ._errors import PeerLost as PeerLost
     from ._errors import PeerRestarted as PeerRestarted
+    from ._errors import PortHeld as PortHeld
     from ._errors import RemoteProtocolError as RemoteProtocolError
     from ._errors import StreamFailed as StreamFailed
     from ._errors import TooBig as TooBig
@@ -85,6 +86,7 @@ _HOMES = {
         "PayloadLost",
         "PeerLost",
         "PeerRestarted",
+        "PortHeld",
         "RemoteProtocolError",
         "StreamFailed",
         "TooBig",

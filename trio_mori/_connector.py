@@ -23,6 +23,7 @@ from ._lease import Lease
 from ._payload import Plan
 from ._payload_structs import type_name
 from ._pool import Pool
+from ._port import Port, open_port
 from ._protocol import wire
 from ._protocol.extents import INBOUND, OUTBOUND, Extents
 from ._protocol.keys import full_key
@@ -31,8 +32,6 @@ from ._scope import open_service
 from ._sender import Sender
 from ._staging import Reservation
 from ._statistics import ConnectorStatistics, Receipt
-from ._unix import LOCAL_PREFIX, UnixListener, open_unix_listener
-from ._zmq import open_listener
 from .abc import Engine
 
 logger = logging.getLogger("trio_mori.connector")
@@ -49,6 +48,7 @@ class Connector:
         pool: Pool,
         sender: Sender | None,
         receiver: Receiver,
+        port: Port | None,
         endpoint: Endpoint,
     ) -> None:
         self.config = config
@@ -56,6 +56,7 @@ class Connector:
         self._pool = pool
         self._sender = sender
         self._receiver = receiver
+        self._port = port
         self._endpoint = endpoint
         self._source: Endpoint | None = config.sender_endpoint
         self._closed = False
@@ -80,20 +81,21 @@ class Connector:
             UnsupportedPayload: something in it cannot arrive bit for bit.
             TooBig: it can never fit into the pool.
             KeyBusy: the payload under this key is being transferred right now.
+            PortHeld: another process has this stage's address, and has put payloads there.
+            BindFailed: a program that is no instance of this stage has it now.
             ConnectorClosed: the connector was closed.
         """
-        sender = self._require_sender(key)
-        return await sender.put(full_key(key, from_stage, to_stage), data)
+        return await self._require_port(key).put(full_key(key, from_stage, to_stage), data)
 
     def put_nowait(self, from_stage: str, to_stage: str, key: str, data: object) -> Receipt:
         """As `put`, but never waits; the copy is made here and now, whatever its size.
 
         Raises:
             NoRoom: the pool has no room now.
-            WrongRole, UnsupportedPayload, TooBig, KeyBusy, ConnectorClosed: as `put`.
+            NotReady: another process has this stage's address, and is being asked for it.
+            WrongRole, UnsupportedPayload, TooBig, KeyBusy, PortHeld, BindFailed, ConnectorClosed: as `put`.
         """
-        sender = self._require_sender(key)
-        return sender.put_nowait(full_key(key, from_stage, to_stage), data)
+        return self._require_port(key).put_nowait(full_key(key, from_stage, to_stage), data)
 
     def reserve_nowait(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> Reservation:
         """As `put_nowait`, but the copy is the caller's: for code of other threads, which copies in its own.
@@ -102,18 +104,34 @@ class Connector:
             plan: Of the payload, from `plan_payload`, which may be called in any thread.
 
         Raises:
-            NoRoom, WrongRole, TooBig, KeyBusy, ConnectorClosed: as `put_nowait`.
+            NoRoom, NotReady, WrongRole, TooBig, KeyBusy, PortHeld, BindFailed, ConnectorClosed: as `put_nowait`.
         """
-        return self._require_sender(key).reserve_nowait(full_key(key, from_stage, to_stage), plan)
+        return self._require_port(key).reserve_nowait(full_key(key, from_stage, to_stage), plan)
 
-    def _require_sender(self, key: str) -> Sender:
+    async def wait_listening(self) -> None:
+        """Have the address of this stage, as the first `put` does, so that `put_nowait` and `reserve_nowait` can put.
+
+        Returns at once where there is one instance only: it listens from the start.
+
+        Cancellation: at any time.
+
+        Raises:
+            WrongRole, PortHeld, BindFailed, ConnectorClosed: as `put`.
+        """
+        if self._closed:
+            raise ConnectorClosed("wait_listening after the connector was closed")
+        if self._port is None:
+            raise WrongRole("wait_listening on a connector of role receiver, which never listens")
+        await self._port.wait_listening()
+
+    def _require_port(self, key: str) -> Port:
         if self._closed:
             raise ConnectorClosed(f"put of {key!r} after the connector was closed")
-        if self._sender is None:
+        if self._port is None:
             raise WrongRole(
                 f"put of {key!r} on a connector of role receiver; a stage that sends has role sender or both"
             )
-        return self._sender
+        return self._port
 
     # --- get ----------------------------------------------------------------------------------------------
 
@@ -249,7 +267,7 @@ class Connector:
         Raises:
             WrongRole: a receiver cannot send.
         """
-        self._require_sender(request_id)
+        self._require_port(request_id)
         return open_chunk_sender(self, request_id, self._own_stage(from_stage, "from_stage"), to_stage)
 
     def open_chunk_receiver(
@@ -309,8 +327,8 @@ class Connector:
             )
         edge = None if from_stage is None else f"{from_stage}_{to_stage}"
         dropped = self._receiver.cancel(key, edge)
-        if self._sender is not None:
-            dropped += self._sender.cleanup(key, edge)
+        if self._port is not None:
+            dropped += self._port.cleanup(key, edge)
         return dropped
 
     def update_sender_info(self, host: str, port: int) -> None:
@@ -328,7 +346,7 @@ class Connector:
             "host": self._endpoint.host,
             "zmq_port": self._endpoint.port,
             "engine_key": self.engine_key,
-            "can_put": self._sender is not None,
+            "can_put": self._port is not None,
         }
 
     @property
@@ -367,6 +385,8 @@ class Connector:
         timeouts) and the pool by state, what is in flight, quarantined, parked, and the peers.
 
         ``status`` is ``healthy``, ``degraded`` (memory is in quarantine or a write is stuck) or ``unhealthy`` (closed).
+        ``port`` says who listens on this stage's address: ``held`` (this connector), ``shared`` (another one of this
+        process), ``passive`` (another process); on the way ``opening``, ``yielding``, ``closing``. None for a receiver.
         """
         now = self.statistics()
         quarantined = now.held.get("quarantined", 0)
@@ -390,6 +410,7 @@ class Connector:
             "quarantined": quarantined,
             "parked": now.parked,
             "peers": now.peers,
+            "port": None if self._port is None else self._port.standing.value,
         }
 
     # --- life ---------------------------------------------------------------------------------------------
@@ -397,6 +418,8 @@ class Connector:
     def _stop(self) -> None:
         """Refuse new calls, and tell each that waits. Idempotent."""
         self._closed = True
+        if self._port is not None:
+            self._port.stop()
         self._pool.close()
         self._receiver.stop()
         if self._sender is not None:
@@ -467,19 +490,17 @@ async def open_connector(
                     options=_engine_options(config, hosts.advertise),
                 )
             )
-        listener = local = None
-        endpoint = Endpoint(hosts.advertise, config.zmq_port)
-        if config.role != "receiver":
-            listener = await stack.enter_async_context(open_listener(hosts.bind, config.zmq_port))
-            endpoint = Endpoint(hosts.advertise, listener.port)
-            local = await _open_local_link(stack) if config.same_host_link == "auto" else None
         pool = Pool(engine.region, Extents(engine.region.size, guarantees=_guarantees(config, engine.region.size)))
         deployment = wire.Deployment(socket.gethostname(), config.stage_id, config.rank, config.replica, config.digest)
+        endpoint = Endpoint(hosts.advertise, config.zmq_port)
+        port = None
+        if config.role != "receiver":
+            port = await stack.enter_async_context(open_port(config, hosts.bind, deployment))
         connector: Connector | None = None
 
         async def drain() -> None:
-            assert connector is not None
-            await connector._drain()
+            if connector is not None:  # otherwise its port could not be opened
+                await connector._drain()
 
         # The grace is the drain's own; what is added here only bounds the farewell.
         async with open_service(drain=drain, drain_timeout=config.close_grace + 1) as nursery:
@@ -493,35 +514,20 @@ async def open_connector(
             )
             nursery.start_soon(receiver.beat)
             sender = None
-            if listener is not None:
-                name = "" if local is None else local.name
+            if port is not None:
                 sender = Sender(
-                    config,
-                    engine=engine,
-                    pool=pool,
-                    nursery=nursery,
-                    deployment=deployment,
-                    endpoint=endpoint,
-                    local=name,
+                    config, engine=engine, pool=pool, nursery=nursery, deployment=deployment, endpoint=endpoint
                 )
-                nursery.start_soon(sender.reception.serve, listener)
-                if local is not None:
-                    nursery.start_soon(sender.reception.serve, local)
+                await port.open(sender)
+                endpoint = sender.endpoint
                 nursery.start_soon(sender.sweep)
-            connector = Connector(config, engine=engine, pool=pool, sender=sender, receiver=receiver, endpoint=endpoint)
+            connector = Connector(
+                config, engine=engine, pool=pool, sender=sender, receiver=receiver, port=port, endpoint=endpoint
+            )
             nursery.start_soon(connector._guard)
             logger.info("connector open: %s, engine %s, pool %d bytes", endpoint, engine.name, pool.extents.size)
             yield connector
         logger.info("connector closed: %s", endpoint)
-
-
-async def _open_local_link(stack: AsyncExitStack) -> UnixListener | None:
-    """A listener for processes of this host; None where the system has no such sockets."""
-    try:
-        return await stack.enter_async_context(open_unix_listener(f"{LOCAL_PREFIX}{os.urandom(16).hex()}"))
-    except OSError as error:
-        logger.info("no unix sockets here (%s): peers on this host use the ZMQ port", error)
-        return None
 
 
 def _engine_options(config: ConnectorConfig, host: str) -> dict[str, object]:

@@ -94,11 +94,26 @@ class BindFailed(TrioMoriError, RuntimeError):
         self.errno = errno
 
 
+class PortHeld(BindFailed):
+    """Another instance of the same deployment listens on the control port, and does not give it up: it has put.
+
+    Attributes:
+        pid: Its process.
+    """
+
+    def __init__(self, message: str, *, host: str, port: int, errno: int | None, pid: int) -> None:
+        super().__init__(message, host=host, port=port, errno=errno)
+        self.pid = pid
+
+
 # --- not now ----------------------------------------------------------------------------------------------
 
 
 class NotReady(TrioMoriError):
-    """`get_nowait`: the payload has not arrived. The interest stays posted; ask again later."""
+    """`get_nowait`: the payload has not arrived. The interest stays posted; ask again later.
+
+    `put_nowait`: another instance of the deployment has the port, and was asked for it; put again later.
+    """
 
 
 class NoRoom(TrioMoriError):

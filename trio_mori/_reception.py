@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from typing import Protocol
 
 import attrs
@@ -57,7 +59,13 @@ class SendingSide(Protocol):
 
 
 class Reception:
-    """Answers what comes by the sender's links; the book decides, the sender carries it out."""
+    """Answers what comes by the sender's links; the book decides, the sender carries it out.
+
+    Attributes:
+        malformed: Messages that could not be understood.
+        local: Name of the link for processes of this host; empty: there is none.
+        may_yield: Asked when another instance of this deployment wants the port. True: it will be given up.
+    """
 
     def __init__(
         self,
@@ -68,15 +76,12 @@ class Reception:
         pool: Pool,
         nursery: trio.Nursery,
         deployment: wire.Deployment,
-        local: str,
     ) -> None:
-        """
-        Args:
-            local: Name of the link for processes of this host; empty: there is none.
-        """
         self.malformed = 0
+        self.local = ""
+        self.may_yield: Callable[[], bool] = lambda: False
+        self._leaving = False
         self._stock_peers: dict[EnginePeer, trio.CancelScope] = {}  # and who waits for the end of each
-        self._local = local
         self._sender = sender
         self._book = sender.book
         self._config = config
@@ -108,6 +113,8 @@ class Reception:
             return
         if isinstance(body, wire.Hello):
             self._on_hello(link, event.route, body)
+        elif isinstance(body, wire.Inquiry):
+            self._on_inquiry(link, event.route, body)
         else:
             self._on_requests(link, event.route, body)
 
@@ -157,10 +164,9 @@ class Reception:
 
     def _on_hello(self, link: Link, route: bytes, hello: wire.Hello) -> None:
         known = self._book.sessions.get(hello.session)
-        if known is None and self._sender.closing:
+        if known is None and (self._sender.closing or self._leaving):
             return
-        if hello.oldest > wire.VERSION or hello.newest < wire.OLDEST_VERSION:
-            link.send(wire.encode(wire.VersionRange(wire.OLDEST_VERSION, wire.VERSION)), route)
+        if not self._speaks(link, route, hello):
             return
         peer = self._reach(link, route, hello)
         if peer is None:
@@ -197,13 +203,20 @@ class Reception:
                     self._sender.epoch,
                     self._config.max_fetches_per_peer,
                     self._engine.name,
-                    self._local,
+                    self.local,
                     [offer_of(self._engine)],
                     self._deployment,
                 )
             ),
             route,
         )
+
+    def _speaks(self, link: Link, route: bytes, greeting: wire.Hello | wire.Inquiry) -> bool:
+        """Whether both sides know a version of the protocol; if not, say which this side knows."""
+        if greeting.newest >= wire.OLDEST_VERSION and greeting.oldest <= wire.VERSION:
+            return True
+        link.send(wire.encode(wire.VersionRange(wire.OLDEST_VERSION, wire.VERSION)), route)
+        return False
 
     def _reach(self, link: Link, route: bytes, hello: wire.Hello) -> EnginePeer | None:
         """The receiver's pool, as our engine sees it; None after telling it why there is no way."""
@@ -232,6 +245,24 @@ class Reception:
             self._book.fenced(session, trio.current_time())
             self.drop_receiver(session)
             self._sender.flush()
+
+    # --- other senders ------------------------------------------------------------------------------------
+
+    def _on_inquiry(self, link: Link, route: bytes, inquiry: wire.Inquiry) -> None:
+        if self._speaks(link, route, inquiry):
+            yields = inquiry.wanted and inquiry.deployment == self._deployment and self.may_yield()
+            answer = wire.Holder(min(inquiry.newest, wire.VERSION), self._deployment, os.getpid(), yields)
+            link.send(wire.encode(answer), route)
+
+    def leave(self) -> None:
+        """Take no new receivers: somebody else will listen here."""
+        self._leaving = True
+
+    def begin_anew(self) -> None:
+        """Forget all receivers, and take new ones."""
+        for session in list(self._book.sessions.values()):
+            self._say_goodbye(session)
+        self._leaving = False
 
     # --- stock receivers ----------------------------------------------------------------------------------
 

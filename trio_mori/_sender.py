@@ -36,7 +36,11 @@ FAREWELL = 0.25
 
 
 class Sender:
-    """Runs in the nursery of its connector: `sweep` once, `reception.serve` for each link that it listens on."""
+    """Runs in the nursery of its connector, which starts `sweep` once; whoever listens for it runs `reception.serve`.
+
+    Attributes:
+        endpoint: Where it listens, as receivers are told.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,6 @@ class Sender:
         nursery: trio.Nursery,
         deployment: wire.Deployment,
         endpoint: Endpoint,
-        local: str,
     ) -> None:
         self.epoch = os.urandom(16)
         self.traffic = Traffic()
@@ -63,7 +66,7 @@ class Sender:
             ),
         )
         self._config = config
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._engine = engine
         self._pool = pool
         self._nursery = nursery
@@ -72,7 +75,7 @@ class Sender:
         self._nap = trio.CancelScope()
         self._asleep_until = inf
         self.reception = Reception(
-            self, config=config, engine=engine, pool=pool, nursery=nursery, deployment=deployment, local=local
+            self, config=config, engine=engine, pool=pool, nursery=nursery, deployment=deployment
         )
 
     # --- puts ---------------------------------------------------------------------------------------------
@@ -143,7 +146,7 @@ class Sender:
             self.note_progress()
         self.traffic.count(edge_of(entry.key), plan.size)
         self.flush()
-        return Receipt(plan.size, plan.is_raw, plan.whole_header, self._endpoint)
+        return Receipt(plan.size, plan.is_raw, plan.whole_header, self.endpoint)
 
     def unstage(self, entry: Entry) -> None:
         """Give the room of a put that failed back."""
@@ -270,6 +273,23 @@ class Sender:
         if connected:
             await self._wait_until(lambda: not self.book.sessions, trio.current_time() + FAREWELL)
         return ended
+
+    async def say_farewell(self) -> None:
+        """Send the receivers away, for another sender takes this one's place, and wait until they have heard.
+
+        Only while nothing was put. It ends with `begin_anew`.
+        """
+        self.reception.leave()
+        self.book.leave()
+        self.flush()
+        if any(s.connected for s in self.book.sessions.values()):
+            await self._wait_until(lambda: not self.book.sessions, trio.current_time() + FAREWELL)
+
+    def begin_anew(self) -> None:
+        """Forget whoever is left, and be another incarnation to those that come."""
+        self.reception.begin_anew()
+        self.book.begin_anew()
+        self.epoch = os.urandom(16)
 
     async def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
         with trio.CancelScope(deadline=deadline):

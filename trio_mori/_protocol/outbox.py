@@ -706,6 +706,10 @@ class Outbox:
             if entry.phase not in (Phase.STAGED, Phase.DYING):
                 self.shelf.drop(entry)
 
+    def begin_anew(self) -> None:
+        """After `leave`, when all sessions are gone: be the book of a sender that has just come."""
+        self._left = False
+
     def _say_farewell(self, session: Session) -> None:
         fetches = [t.holder for t in self.tickets if isinstance(t.holder, Fetch)]
         self._say(session, wire.Leaving([f.id for f in fetches if f.session is session]))

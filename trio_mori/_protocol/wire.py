@@ -4,7 +4,7 @@
 `0xC1`, and a stock sender decodes the last frame whatever came before it: it answers `trans_error`, which is how we
 learn what it is. A body is a `Hello`, a `Welcome`, a `VersionRange`, a `Stale`, or a batch of messages under one
 header: the receiver's session, the connection's generation, the sender's epoch. A batch whose header does not match
-changes nothing.
+changes nothing. Between two senders that want one port it is an `Inquiry` or a `Holder`.
 
 **vllm-omni.** One request in flight per connection, two frames (an empty delimiter and a payload), answered in
 kind. Requests and answers are msgpack maps or one of four fixed byte strings.
@@ -228,6 +228,27 @@ class Mismatch(Message, frozen=True, tag=36):
     detail: Text
 
 
+class Inquiry(Message, frozen=True, tag=37):
+    """Another sender would listen where this one does: who is it? `wanted`: and may the other one have the port?
+
+    The only message on its connection; answered `Holder`.
+    """
+
+    oldest: Uint
+    newest: Uint
+    wanted: bool
+    deployment: Deployment
+
+
+class Holder(Message, frozen=True, tag=38):
+    """Who listens here. `yields`: it stops, and the port is free as soon as this connection has ended."""
+
+    version: Uint
+    deployment: Deployment
+    pid: Uint
+    yields: bool
+
+
 class Requests(Message, frozen=True, tag=48):
     """A batch from a receiver."""
 
@@ -246,16 +267,18 @@ class Replies(Message, frozen=True, tag=49):
     messages: Annotated[list[ToReceiver], msgspec.Meta(max_length=65536)]
 
 
-FromReceiver = Hello | Requests
+FromReceiver = Hello | Requests | Inquiry
 FromSender = Welcome | VersionRange | Stale | Mismatch | Replies
+FromHolder = Holder | VersionRange
 
 _Body = TypeVar("_Body")
 _encoder = msgspec.msgpack.Encoder()
 _from_receiver: msgspec.msgpack.Decoder[FromReceiver] = msgspec.msgpack.Decoder(FromReceiver)
 _from_sender: msgspec.msgpack.Decoder[FromSender] = msgspec.msgpack.Decoder(FromSender)
+_from_holder: msgspec.msgpack.Decoder[FromHolder] = msgspec.msgpack.Decoder(FromHolder)
 
 
-def encode(body: FromReceiver | FromSender) -> list[bytes]:
+def encode(body: FromReceiver | FromSender | FromHolder) -> list[bytes]:
     """The frames of one native message."""
     return [MAGIC, b"\xc1" + _encoder.encode(body)]
 
@@ -292,6 +315,15 @@ def decode_from_sender(frames: Sequence[bytes]) -> FromSender:
         RemoteProtocolError: not a well-formed message of this direction.
     """
     return _decode(frames, _from_sender)
+
+
+def decode_from_holder(frames: Sequence[bytes]) -> FromHolder:
+    """Decode the answer to an `Inquiry`.
+
+    Raises:
+        RemoteProtocolError: not a well-formed answer.
+    """
+    return _decode(frames, _from_holder)
 
 
 def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[_Body]) -> _Body:
