@@ -93,6 +93,8 @@ class Shared:
         opened = False
         try:
             async with open_connector(attrs.evolve(self.config, role=role)) as core:
+                if role == "sender":
+                    await core.wait_listening()  # an idle instance of another process may have the port
                 opened = True
                 if role == "sender" and self.config.zmq_port:
                     self._mark = mark_port(self.config.zmq_port, self.config.digest)
