@@ -270,5 +270,8 @@ async def open_stock_server(fabric: MemoryFabric, port: int = 0, *, pool: int = 
         async with fabric.open(pool_size=pool) as engine, trio.open_nursery() as nursery:
             server = StockServer(number, engine, socket=socket, room=Extents(pool))
             nursery.start_soon(server.serve, nursery)
-            yield server
+            try:
+                yield server
+            finally:
+                engine.release()  # else a test that failed meanwhile would hang
             nursery.cancel_scope.cancel()

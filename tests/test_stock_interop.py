@@ -12,7 +12,6 @@ import pytest
 import torch
 import trio
 from rig import (
-    FAST,
     LIMIT,
     POOL,
     UNIT,
@@ -35,6 +34,7 @@ from stock_peers import (
     restored,
     serialised,
 )
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_mori import (
     Connector,
@@ -225,10 +225,12 @@ async def test_a_delivered_payload_is_freed_at_the_sockets_next_request() -> Non
 
 
 @deterministic
-async def test_a_delivered_payload_is_freed_after_a_while_without_a_request() -> None:
-    async with open_sending(stock_keep=0.05) as s:
+async def test_a_delivered_payload_is_freed_after_a_while_without_a_request(clock: MockClock) -> None:
+    async with open_sending(stock_keep=5) as s:
         await s.put("k", filled(1000))
         assert await s.client.pull("k@0_1", 0, 1000) == b"trans_done"
+        assert s.sender.statistics().held["delivered"] == UNIT
+        clock.jump(5)
         await assert_free(s.sender)
 
 
@@ -461,19 +463,24 @@ async def test_metadata_with_a_wrong_size_is_an_error_and_leaves_nothing() -> No
         assert await r.get_bytes("k", metadata) == bytes([7] * 10)
 
 
-async def time_out_a_pull(r: Receiving, key: str = "k") -> None:
+async def time_out_a_pull(r: Receiving, clock: MockClock, key: str = "k") -> None:
     """Let a pull run out of time while its bytes are on their way."""
     r.server.put(f"{key}@0_1", filled(1000))
     r.server.engine.hold(arrived=0.5)
-    with pytest.raises(TransferFailed, match="quarantine") as caught:
-        await r.get(key)
+    held = len(r.server.engine.held)
+    async with trio.open_nursery() as nursery:
+        outcome = begin(nursery, r.get, key)
+        await wait_until(lambda: len(r.server.engine.held) > held)
+        clock.jump(r.receiver.config.transfer_timeout_base)
+        with pytest.raises(TransferFailed, match="quarantine") as caught:
+            await outcome.wait()
     assert not caught.value.settled
 
 
 @deterministic
-async def test_a_pull_that_ran_out_of_time_keeps_its_memory_until_the_late_answer() -> None:
-    async with open_receiving(transfer_timeout_base=0.05) as r:
-        await time_out_a_pull(r)
+async def test_a_pull_that_ran_out_of_time_keeps_its_memory_until_the_late_answer(clock: MockClock) -> None:
+    async with open_receiving(transfer_timeout_base=5) as r:
+        await time_out_a_pull(r, clock)
         assert r.receiver.health()["quarantined"] == UNIT
         assert r.receiver.health()["status"] == "degraded"
         pool = r.receiver._pool
@@ -501,10 +508,10 @@ async def test_a_get_cancelled_during_its_pull_keeps_its_memory_until_the_late_a
 
 
 @deterministic
-async def test_pulls_are_refused_when_too_much_of_the_pool_waits_for_late_answers() -> None:
-    async with open_receiving(transfer_timeout_base=0.05, quarantine_fraction=2 * UNIT / POOL) as r:
-        await time_out_a_pull(r, "a")
-        await time_out_a_pull(r, "b")
+async def test_pulls_are_refused_when_too_much_of_the_pool_waits_for_late_answers(clock: MockClock) -> None:
+    async with open_receiving(transfer_timeout_base=5, quarantine_fraction=2 * UNIT / POOL) as r:
+        await time_out_a_pull(r, clock, "a")
+        await time_out_a_pull(r, clock, "b")
         with pytest.raises(NoRoom) as caught:
             await r.get("c")
         assert caught.value.quarantined == 2 * UNIT
@@ -516,7 +523,7 @@ async def test_pulls_are_refused_when_too_much_of_the_pool_waits_for_late_answer
 
 @deterministic
 async def test_memory_of_a_pull_whose_connection_broke_stays_out_of_use() -> None:
-    async with open_receiving(close_grace=0.1) as r, trio.open_nursery() as nursery:
+    async with open_receiving(close_grace=0) as r, trio.open_nursery() as nursery:
         r.server.put("k@0_1", filled(1000))
         r.server.engine.hold()
         outcome = begin(nursery, r.get, "k")
@@ -528,27 +535,31 @@ async def test_memory_of_a_pull_whose_connection_broke_stays_out_of_use() -> Non
 
 
 @deterministic
-async def test_a_close_waits_for_a_pull_under_way_and_abandons_the_engine_if_it_does_not_end() -> None:
-    for ends in (True, False):
-        fabric = MemoryFabric()
-        with trio.fail_after(LIMIT):
-            async with trio.open_nursery() as nursery, open_stock_server(fabric) as server:
-                async with fabric.open(pool_size=POOL) as engine:
-                    async with open_connector(receiver_config(server.port, close_grace=0.3), engine=engine) as receiver:
-                        server.put("k@0_1", filled(1000))
-                        server.engine.hold()
-                        outcome = begin(nursery, receiver.get, "0", "1", "k")
-                        await wait_until(lambda server=server: server.engine.held)
-                        if ends:
-                            nursery.start_soon(release_soon, server, receiver)
-                    assert any(call.method == "abandon" for call in engine.calls) is not ends
-                    await assert_told_or_got(outcome)
-                    server.engine.release()
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_close_waits_for_a_pull_under_way_and_abandons_the_engine_if_it_does_not_end(
+    ends: bool, clock: MockClock
+) -> None:
+    fabric = MemoryFabric()
 
+    async def end() -> None:
+        await wait_until(lambda: receiver.health()["status"] == "unhealthy")
+        if ends:
+            server.engine.release()
+        else:
+            clock.jump(5)
 
-async def release_soon(server: StockServer, receiver: Connector) -> None:
-    await wait_until(lambda: receiver.health()["status"] == "unhealthy")
-    server.engine.release()
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery, open_stock_server(fabric) as server:
+            async with fabric.open(pool_size=POOL) as engine:
+                async with open_connector(receiver_config(server.port, close_grace=5), engine=engine) as receiver:
+                    server.put("k@0_1", filled(1000))
+                    server.engine.hold()
+                    outcome = begin(nursery, receiver.get, "0", "1", "k")
+                    await wait_until(lambda: server.engine.held)
+                    nursery.start_soon(end)
+                assert any(call.method == "abandon" for call in engine.calls) is not ends
+                await assert_told_or_got(outcome)
+                server.engine.release()
 
 
 async def assert_told_or_got(outcome: Outcome) -> None:
@@ -774,19 +785,24 @@ async def test_a_stream_does_not_go_on_with_a_stock_sender_in_the_place_of_its_o
 
 
 @deterministic
-async def test_a_stock_sender_that_is_gone_for_peer_timeout_is_lost() -> None:
+async def test_a_stock_sender_that_is_gone_for_peer_timeout_is_lost(clock: MockClock) -> None:
     fabric = MemoryFabric()
     with trio.fail_after(LIMIT):
         async with fabric.open(pool_size=POOL) as engine, AsyncNursery() as nursery:
             async with open_stock_server(fabric) as server:
                 port = server.port
-                receiver = await nursery.start_connector(receiver_config(port, **FAST), engine)
+                receiver = await nursery.start_connector(
+                    receiver_config(port, heartbeat_interval=1, peer_timeout=10), engine
+                )
                 outcome = begin(nursery.tasks, receiver.get, "0", "1", "k")
                 await wait_until(lambda: server.queries)
-            gone_at = trio.current_time()
+            await wait_until(lambda: receiver.health()["peers"] == 0)
+            clock.jump(9)
+            await wait_all_tasks_blocked()
+            assert not outcome.over.is_set()
+            clock.jump(2)
             with pytest.raises(PeerLost):
                 await outcome.wait()
-            assert trio.current_time() - gone_at >= 0.25
             again = begin(nursery.tasks, receiver.get, "0", "1", "k")
             async with open_stock_server(fabric, port) as server:
                 server.put("k@0_1", filled(10))
