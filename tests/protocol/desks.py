@@ -7,7 +7,7 @@ from typing import Any
 from trio_mori._errors import TransferFailed
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Entry, Session, Ticket
-from trio_mori._protocol.extents import INBOUND, OUTBOUND, Extents
+from trio_mori._protocol.extents import INBOUND, OUTBOUND, Extent, Extents
 from trio_mori._protocol.inbox import Channel, Inbox, Interest, State
 from trio_mori._protocol.outbox import Outbox, OutboxLimits
 
@@ -48,6 +48,9 @@ class SenderDesk:
         entry = self.book.stage(key, self.pool.allocate(size, OUTBOUND))
         self.book.publish(entry, header=b"h", size=size, is_raw=raw, now=self.now)
         return entry
+
+    def occupy(self, units: int) -> Extent:
+        return self.pool.allocate(units * UNIT, OUTBOUND)
 
     def meet(self, name: bytes = b"A", generation: int = 1) -> Session:
         """A receiver says hello."""
@@ -154,7 +157,7 @@ class ReceiverDesk:
         assert interest.state is State.ARRIVED
         return interest
 
-    def occupy(self, units: int) -> Any:
+    def occupy(self, units: int) -> Extent:
         return self.pool.allocate(units * UNIT, INBOUND)
 
 
