@@ -19,7 +19,7 @@ class TrioMoriConnector(SyncConnector, OmniConnectorBase):  # type: ignore[misc]
     supports_raw_data = True
 
     def __init__(self, config: dict[str, Any], *, resolved: bool = False) -> None:
-        """Check the configuration, and find the stage's ports.
+        """Find the stage's ports, and open.
 
         Args:
             config: The `extra` of the deploy YAML, as vllm-omni has completed it.
@@ -27,7 +27,7 @@ class TrioMoriConnector(SyncConnector, OmniConnectorBase):  # type: ignore[misc]
 
         Raises:
             ConfigError: a value is not allowed.
-            BindFailed: its port is a stranger's.
+            BindFailed, EngineUnavailable: as `SyncConnector`.
         """
         place = find_place(config, resolved=resolved, rank=get_local_tp_rank(), replica=get_omni_replica_id())
         _adapter_hook.install()

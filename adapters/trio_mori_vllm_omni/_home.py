@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -23,6 +22,7 @@ from trio_mori import (
     Arrival,
     ConnectorClosed,
     ConnectorConfig,
+    NotReady,
     PayloadLost,
     Plan,
     Reservation,
@@ -33,7 +33,6 @@ from trio_mori import Connector as Core
 
 from ._core import Portal
 from ._interests import PAUSE, Interest, Interests, State
-from ._ports import mark_port
 from ._reasons import Reasons
 
 logger = logging.getLogger("trio_mori.vllm_omni")
@@ -48,8 +47,8 @@ CLOSE_LIMIT = 1.8
 class Shared:
     """The core connectors behind the connectors of one configuration. Made and used in the loop but where it says so.
 
-    A core connector is opened when it is needed first: a receiver at the first get, a sender, which listens, at the
-    first put. So an instance that is never used, as vllm-omni's workers have one, holds neither memory nor a port.
+    A sender is opened with its first client. A stage in the middle or at the end, which vllm-omni does not tell apart,
+    gets a receiver then, and a sender with memory and a port of its own at its first put.
     """
 
     def __init__(self, config: ConnectorConfig, nursery: trio.Nursery) -> None:
@@ -62,7 +61,6 @@ class Shared:
         self._cores: dict[str, Core] = {}
         self._hosts = 0
         self._ending = trio.Event()
-        self._mark: socket.socket | None = None
         # Guards the interests, which are polled in foreign threads.
         self._lock = threading.Lock()
         self._interests: Interests[AnyArrival] = Interests()
@@ -75,7 +73,7 @@ class Shared:
         """The sender or the receiver, opened if it was not.
 
         Raises:
-            BindFailed, EngineUnavailable: as `open_connector`.
+            BindFailed, EngineUnavailable, ConfigError: as `open_connector`.
             ConnectorClosed: closed meanwhile.
         """
         core = self._cores.get(role)
@@ -93,11 +91,7 @@ class Shared:
         opened = False
         try:
             async with open_connector(attrs.evolve(self.config, role=role)) as core:
-                if role == "sender":
-                    await core.wait_listening()  # an idle instance of another process may have the port
                 opened = True
-                if role == "sender" and self.config.zmq_port:
-                    self._mark = mark_port(self.config.zmq_port, self.config.digest)
                 task_status.started(core)
                 await self._ending.wait()
         except Exception as error:
@@ -108,8 +102,6 @@ class Shared:
             self.reasons.note(role, error)
             logger.exception("a connector failed")
         finally:
-            if role == "sender" and self._mark is not None:
-                self._mark.close()
             self._hosts -= 1
             if self._ending.is_set() and not self._hosts:
                 self.closed.set()
@@ -135,7 +127,12 @@ class Shared:
         core = await self.core("sender")
         if replaces is not None:
             core.cleanup_nowait(replaces, from_stage, to_stage)
-        return core.reserve_nowait(from_stage, to_stage, key, plan), core.get_connection_info()
+        try:
+            reservation = core.reserve_nowait(from_stage, to_stage, key, plan)
+        except NotReady:  # an idle instance of another process has the port, and gives it up when it is asked
+            await core.wait_listening()
+            reservation = core.reserve_nowait(from_stage, to_stage, key, plan)
+        return reservation, core.get_connection_info()
 
     # --- gets ---------------------------------------------------------------------------------------------
 
@@ -305,13 +302,23 @@ class Home:
             self._nursery.cancel_scope.cancel()
 
     async def join(self, config: ConnectorConfig) -> Client:
-        """A hold on what the connectors of a configuration share."""
+        """A hold on what the connectors of a configuration share.
+
+        Raises:
+            BindFailed, EngineUnavailable, ConfigError: as `open_connector`.
+        """
         assert self._nursery is not None
         shared = self._shared.get(config)
         if shared is None:
             shared = self._shared[config] = Shared(config, self._nursery)
         shared.users += 1
-        return Client(shared)
+        client = Client(shared)
+        try:
+            await shared.core("sender" if config.role == "sender" else "receiver")
+        except BaseException:
+            self.leave_soon(client)
+            raise
+        return client
 
     async def leave(self, client: Client) -> None:
         """Let go. Whoever is last closes what was shared, and waits for it."""
@@ -328,9 +335,8 @@ class Home:
 
     def leave_soon(self, client: Client) -> None:
         """As `leave`, without waiting."""
-        if not client.closed:
-            assert self._nursery is not None
-            self._nursery.start_soon(self.leave, client)
+        assert self._nursery is not None
+        self._nursery.start_soon(self.leave, client)
 
     def post(self, callback: Callable[[], object]) -> None:
         """Have something done in the loop that may fail: then it is logged, and the loop goes on. From any thread."""

@@ -36,7 +36,6 @@ from trio_mori import (
 
 from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, home_of_this_process
 from ._place import Place
-from ._ports import check_port
 from ._received import ReceivedBuffer
 
 logger = logging.getLogger("trio_mori.vllm_omni")
@@ -85,10 +84,12 @@ class SyncConnector:
     _client: Client | None = None
 
     def __init__(self, config: Mapping[str, Any], place: Place, codec: Codec) -> None:
-        """Claim nothing yet: memory and port are taken at the first put or get.
+        """Claim memory and, for a sender, the port, or share what another connector of this process has.
 
         Raises:
-            BindFailed: its port is a stranger's.
+            BindFailed: the port cannot be listened on, and nobody of this stage does.
+            EngineUnavailable: the engine's library is missing; says how to install it.
+            ConfigError: the host has no address.
         """
         self.config = config
         self.stage_id = place.config.stage_id
@@ -100,12 +101,10 @@ class SyncConnector:
         self._pid = os.getpid()
         self._core_config = place.config
         self._codec = codec
-        if place.config.role == "sender" and place.config.zmq_port:
-            check_port(place.config.host, place.config.zmq_port, place.config.digest)
         self._home: Home = home_of_this_process()
-        self._client = self._home.portal.call(self._home.join, place.config)
+        self._client = self._home.portal.call(self._home.join, place.config, timeout=CALL_LIMIT)
         logger.info(
-            "stage %d: connector ready, %s, listens on %s:%s at its first put, gets from %s:%s",
+            "stage %d: connector ready, %s, puts at %s:%s, gets from %s:%s",
             self.stage_id,
             place.config.backend_type,
             self.host,
@@ -125,7 +124,7 @@ class SyncConnector:
 
         Raises:
             ConnectorClosed: closed before or during the call, or its loop has died.
-            BindFailed, EngineUnavailable: the connector cannot be opened.
+            PortHeld, BindFailed: the port cannot be had; `PortHeld` if another instance of the stage puts there.
         """
         client = self._require_client()
         try:
