@@ -115,21 +115,21 @@ class MemoryDesc:
 class TransferStatus:
     """Ends when the test says so, or at once."""
 
-    def __init__(self, code: StatusCode = StatusCode.INIT, message: str = "") -> None:
+    def __init__(self, code: StatusCode = StatusCode.INIT, message: str = "", asked: int = 0) -> None:
         self.code = code
         self.message = message
-        self.polls = 0
+        self.asked = asked
 
     def WaitFor(self, timeout_ms: int = -1) -> StatusCode:
         assert timeout_ms == 0, "the only bounded question is WaitFor(0)"
-        self.polls += 1
-        return self.code
+        self.asked -= 1
+        return self.Code()
 
     def Code(self) -> StatusCode:
-        return self.code
+        return self.code if self.asked <= 0 else StatusCode.IN_PROGRESS
 
     def Succeeded(self) -> bool:
-        return self.code is StatusCode.SUCCESS
+        return self.Code() is StatusCode.SUCCESS
 
     def Message(self) -> str:
         return self.message
@@ -142,6 +142,7 @@ class Fabric:
         devices: What $MORI_RDMA_DEVICES was when each backend was made.
         nics: Whether there are any.
         fate: Code of the next statuses.
+        asked: How often they are asked before they have it.
         unreachable: Keys that no connection can be made to.
         failures: Events that engines will report.
     """
@@ -160,6 +161,7 @@ class Fabric:
         self.engines: dict[str, IOEngine] = {}
         self.nics = True
         self.fate = StatusCode.SUCCESS
+        self.asked = 0
         self.statuses: list[TransferStatus] = []
         self.unreachable: set[str] = set()
         self.failures: list[PeerFailureEvent] = []
@@ -244,7 +246,7 @@ class IOEngine:
                 assert 0 <= end <= target.size - count, "Mori does not check this"
                 if self._fabric.fate in (StatusCode.SUCCESS, StatusCode.IN_PROGRESS):
                     ctypes.memmove(target.data + end, source.data + start, count)
-            statuses.append(TransferStatus(self._fabric.fate, "as the test wants"))
+            statuses.append(TransferStatus(self._fabric.fate, "as the test wants", self._fabric.asked))
         self._fabric.statuses += statuses
         self._posted += statuses
         return [] if self._fabric.short else statuses

@@ -16,7 +16,7 @@ from rig import EVERY_ENGINE_CHECK
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed
-from trio_mori._engines import _mori, open_engine
+from trio_mori._engines import _mori, _mori_sweep, _mori_transfers, open_engine
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, Region, Write
 from trio_mori.testing._engine_bench import Check, EngineBench, fill, same
@@ -191,6 +191,20 @@ async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> N
 
 
 @deterministic
+async def test_no_write_is_forgotten_however_often_the_sweep_is_held_up(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Waits that are over before they have begun, as the longer ones may be on a busy machine.
+    monkeypatch.setattr(_mori_sweep, "SHORTEST", 1e-6)
+    monkeypatch.setattr(_mori_transfers, "INLINE", 0)
+    with trio.fail_after(20):
+        async with pair() as (engine, _, peer):
+            await engine.write(peer, Write(0, 0, 100))
+            fabric.asked = 3
+            for _ in range(2000):
+                await engine.write(peer, Write(0, 0, 100))
+
+
 @pytest.mark.parametrize("ticks", range(6))
 async def test_a_write_that_is_abandoned_at_any_moment_ends_at_once(fabric: Fabric, ticks: int) -> None:
     async def write() -> None:
