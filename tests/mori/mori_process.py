@@ -10,6 +10,7 @@ import sys
 
 import mori_lane
 import trio
+import trio.testing
 
 from trio_mori._errors import TransferFailed
 from trio_mori.abc import Descriptor, Write
@@ -55,10 +56,12 @@ async def write(how: str) -> None:
             raise SystemExit(3)
 
 
-if __name__ == "__main__":
-    import trio.testing
-
-    if sys.argv[1] == "own":
-        trio.run(own, int(sys.argv[2]), sys.argv[3])
+def run(role: str, *arguments: str) -> None:
+    if role == "own":
+        trio.run(own, int(arguments[0]), arguments[1])
     else:
-        trio.run(write, sys.argv[2])
+        trio.run(write, arguments[0])
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])

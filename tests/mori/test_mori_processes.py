@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
-from mori_lane import delayed, emulated, open_xgmi
+from mori_lane import delayed, emulated, moriemu, open_xgmi
+from mori_processes import SIZE, Talker, open_talker
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori._errors import DescriptorRefused, TransferFailed
@@ -22,44 +22,26 @@ from trio_mori.testing._engine_bench import fill
 pytest.importorskip("mori.io", reason="needs amd-mori: see docs/mori.md")
 pytestmark = pytest.mark.mori
 
-SIZE = 1 << 20
 SCRIPT = Path(__file__).with_name("mori_process.py")
 
 
+@attrs.frozen
 class Owner:
     """A process with a pool."""
 
-    def __init__(self, process: trio.Process) -> None:
-        self.process = process
-        self.descriptor = Descriptor(b"", b"")
-        self._received = b""
-
-    async def read_line(self) -> str:
-        assert self.process.stdout is not None
-        while b"\n" not in self._received:
-            some = await self.process.stdout.receive_some()
-            assert some, "the process ended"
-            self._received += some
-        line, _, self._received = self._received.partition(b"\n")
-        return line.decode()
+    process: Talker
+    descriptor: Descriptor
 
     async def get(self, offset: int, size: int) -> bytes:
-        assert self.process.stdin is not None
-        await self.process.stdin.send_all(b"get %d %d\n" % (offset, size))
-        return bytes.fromhex(await self.read_line())
+        await self.process.say(f"get {offset} {size}")
+        return bytes.fromhex(await self.process.hear())
 
 
 @asynccontextmanager
 async def owner(device: str = "cuda:1") -> AsyncIterator[Owner]:
-    async with trio.open_nursery() as nursery:
-        command = [sys.executable, str(SCRIPT), "own", str(SIZE), device]
-        start = partial(trio.run_process, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
-        process: trio.Process = await nursery.start(start, command)
-        one = Owner(process)
-        engine, memory = (await one.read_line()).split()
-        one.descriptor = Descriptor(bytes.fromhex(engine), bytes.fromhex(memory))
-        yield one
-        process.kill()
+    async with open_talker("mori_process", "own", SIZE, device) as talker:
+        engine, memory = (await talker.hear()).split()
+        yield Owner(talker, Descriptor(bytes.fromhex(engine), bytes.fromhex(memory)))
 
 
 async def test_bytes_arrive_in_another_process_and_nowhere_else() -> None:
@@ -82,7 +64,7 @@ async def test_a_killed_peer_is_fenced_and_refused() -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(engine.wait_fenced, peer)
                 await wait_all_tasks_blocked()
-                other.process.kill()
+                await other.process.kill()
             with pytest.raises(TransferFailed, match="exited") as refused:
                 await engine.write(peer, Write(0, 0, 10))
             assert refused.value.settled
@@ -92,8 +74,7 @@ async def test_a_peer_that_dies_before_the_first_write_is_refused() -> None:
     with trio.fail_after(60):
         async with owner() as other, open_xgmi(SIZE) as engine:
             peer = engine.add_peer(other.descriptor)
-            other.process.kill()
-            await other.process.wait()
+            await other.process.kill()
             with pytest.raises(TransferFailed, match="exited"):
                 await engine.write(peer, Write(0, 0, 10))
             engine.drop_peer(peer)
@@ -110,6 +91,8 @@ async def test_a_restarted_peer_is_a_new_one_and_gets_the_bytes() -> None:
                     peer = engine.add_peer(other.descriptor)
                     await engine.write(peer, Write(0, 1000, 100))
                     assert await other.get(1000, 100) == bytes([5]) * 100
+                    engine.drop_peer(peer)
+                    assert moriemu is None or moriemu.stats()["live_ipc_maps"] == 0, "the last one's pool stays mapped"
 
 
 @emulated
@@ -122,7 +105,7 @@ async def test_a_receiver_that_is_killed_during_a_write_delays_nobody() -> None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_write_or_fail, engine, peer)
                     await wait_all_tasks_blocked()
-                    other.process.kill()
+                    await other.process.kill()
             async with owner() as next_one:
                 await engine.write(engine.add_peer(next_one.descriptor), Write(0, 0, 10))
 
