@@ -59,8 +59,8 @@ def _check_copy(copy: Copy, live: dict[Sender | Receiver, set[Extent]]) -> None:
         return
     if copy.sender.alive:
         assert copy.source in live[copy.sender], "the source of a write was freed"
-        assert copy.source in extents_of(copy.ticket.entry)
-        assert copy.ticket.entry.pins
+        assert copy.source in extents_of(copy.ticket.entry), "the source of a write is another payload's"
+        assert copy.ticket.entry.pins, "what a write reads is not pinned"
     receiver, extent = copy.receiver, copy.destination
     if receiver is None or extent is None or not receiver.alive:
         return
@@ -216,7 +216,8 @@ def _check_nobody_is_stuck(world: World) -> None:
             assert entry.phase is Phase.CLAIMED, f"{interest.key} is {entry.phase.name}, and a get waits for it"
             assert isinstance(holder, Fetch)
             assert holder.state is Want.OFFERED
-            other = next(r for r in world.receivers if r.channel.token == holder.session.token)
+            other = next((r for r in world.receivers if r.channel.token == holder.session.token), None)
+            assert other is not None, f"{interest.key} is kept for one that is gone, and a get waits for it"
             offered = other.channel.interests[holder.id]
             assert offered.state is State.OFFERED
             assert not _fits(other, offered.needed) or other.book.hungry > 1, "a payload waits for room that is there"
@@ -263,7 +264,8 @@ def _get_what_is_left(world: World) -> None:
             return  # too much is in quarantine
         world.pump()
         if entry is not None:
-            assert entry.phase is not Phase.PUBLISHED or interest.failure is not None
+            answered = entry.phase is not Phase.PUBLISHED or interest.failure is not None
+            assert answered, f"{key} is there, and a get waits for it"
             if interest.state is State.ARRIVED:
                 check(world)
                 receiver.take(interest)
@@ -273,8 +275,8 @@ def _get_what_is_left(world: World) -> None:
             elif interest.failure is not None:
                 assert interest.failure[0] == TOO_BIG
             else:
-                assert interest.state is State.OFFERED
-                assert not _fits(receiver, put.size)
+                assert interest.state is State.OFFERED, f"{key} is {entry.phase.name}, and a get waits for it"
+                assert not _fits(receiver, put.size), "a payload waits for room that is there"
                 receiver.book.give_back(interest)
                 world.pump()
         elif put.reasons & {"cleaned", "expired"} and not (put.takers or put.excused or put.told):

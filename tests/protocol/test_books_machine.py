@@ -51,7 +51,7 @@ class Books(RuleBasedStateMachine):
         self.choices: Iterator[int] = iter(())
         self.chosen: list[str] = []
 
-    @initialize(troubles=st.sets(st.sampled_from(sorted(TROUBLES)), min_size=3))
+    @initialize(troubles=st.sets(st.sampled_from(sorted(TROUBLES)), min_size=3, max_size=6))
     def choose(self, troubles: set[str]) -> None:
         self.troubles = troubles
         self.world.engine_waits = "slow writes" in troubles
@@ -274,7 +274,7 @@ class Books(RuleBasedStateMachine):
     # --- time and processes -------------------------------------------------------------------------------
 
     def time(self) -> None:
-        self.world.pass_time(self.one(1.0, 6.0, 21.0, 21.0, 31.0, 301.0), beats=self.one(True, True, False))
+        self.world.pass_time(self.one(1.0, 6.0, 21.0, 31.0, 31.0, 301.0), beats=self.one(True, False))
 
     def stopped(self) -> list[Sender | Receiver]:
         processes = [*self.world.senders, *self.world.all_receivers()]

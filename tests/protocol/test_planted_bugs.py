@@ -1,0 +1,132 @@
+"""The machine of the books finds what it is there to find: each test plants a bug, and the alarm must come.
+
+The examples are the same in every run. How many there may be is at least five times what it took when this was
+written: 4 to 140 of them, all bugs together 12 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import Phase as Stage
+from hypothesis.stateful import run_state_machine_as_test
+from test_books_machine import Books
+
+from trio_mori._errors import InternalError
+from trio_mori._protocol import wire
+from trio_mori._protocol.entries import ENTRY_TABLE, Course, Entry, Event, Phase, Session, Ticket, Want
+from trio_mori._protocol.inbox import Channel, Inbox, Interest
+from trio_mori._protocol.outbox import Outbox
+from trio_mori._protocol.shelf import Shelf
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def a_write_that_takes_too_long_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Outbox._tell_failed
+
+    def tell_failed(self: Outbox, ticket: Ticket, course: Course, why: str) -> None:
+        plain(self, ticket, course, why)
+        ticket.entry.pins -= course is Course.OVERDUE
+
+    monkeypatch.setattr(Outbox, "_tell_failed", tell_failed)
+
+
+def what_is_given_back_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Inbox.give_back
+
+    def give_back(self: Inbox, interest: Interest) -> None:
+        self._free_extent(interest)
+        plain(self, interest)
+
+    monkeypatch.setattr(Inbox, "give_back", give_back)
+
+
+def another_sender_proves_the_last_one_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Inbox._succeed
+
+    def succeed(self: Inbox, channel: Channel) -> None:
+        epoch = channel.epoch
+        plain(self, channel)
+        for extent in channel.ghosts.pop(epoch or b"", ()):
+            self._extents.free(extent)
+
+    monkeypatch.setattr(Inbox, "_succeed", succeed)
+
+
+def a_fetch_starts_as_often_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "may_start", lambda self, fetch_id: True)
+
+
+def a_cancel_counts_as_an_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Outbox._on_cancel
+
+    def on_cancel(self: Outbox, session: Session, fetch_id: int) -> None:
+        self._on_ack(session, fetch_id)
+        plain(self, session, fetch_id)
+
+    monkeypatch.setattr(Outbox, "_on_cancel", on_cancel)
+
+
+def silence_counts_as_an_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Outbox._lapse
+
+    def lapse(self: Outbox, session: Session) -> None:
+        for fetch in [f for f in session.fetches.values() if f.state is Want.DELIVERED]:
+            self._acknowledge(fetch)
+        plain(self, session)
+
+    monkeypatch.setattr(Outbox, "_lapse", lapse)
+
+
+def what_was_delivered_is_never_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENTRY_TABLE, (Phase.DELIVERED, Event.RELEASE), Phase.DELIVERED)
+
+
+def a_farewell_hides_the_writes_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "_say_farewell", lambda self, session: self._say(session, wire.Leaving([])))
+
+
+def what_expires_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Shelf.expired
+
+    def expired(self: Shelf, now: float) -> list[Entry]:
+        for entry in plain(self, now):
+            del self._filed[entry]
+            self._unfile(entry)
+        return []
+
+    monkeypatch.setattr(Shelf, "expired", expired)
+
+
+MEMORY = "destination of a write|free memory|somebody else's memory"
+PLANTS: dict[Plant, str] = {
+    a_write_that_takes_too_long_counts_as_ended: "source of a write was freed|is not pinned",
+    what_is_given_back_is_free_at_once: MEMORY,
+    another_sender_proves_the_last_one_dead: MEMORY,
+    a_fetch_starts_as_often_as_it_comes: MEMORY + "|is lost|was taken 2 times",
+    a_cancel_counts_as_an_acknowledgement: "is lost",
+    silence_counts_as_an_acknowledgement: "is lost",
+    what_was_delivered_is_never_published_again: "a get waits for it",
+    a_farewell_hides_the_writes_under_way: MEMORY,
+    what_expires_keeps_its_memory: "an extent has no owner",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_the_alarm_comes_when(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    quick = settings(
+        max_examples=700,
+        stateful_step_count=80,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Stage.generate,),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    with pytest.raises((AssertionError, InternalError), match=PLANTS[plant]):
+        run_state_machine_as_test(Books, settings=quick)
