@@ -82,7 +82,7 @@ async def test_a_lease_is_the_pool_of_the_receivers_gpu() -> None:
 @pytest.mark.parametrize("mode", ["enqueue", "event"])
 async def test_a_copy_that_fails_costs_an_error_and_the_payload_comes_at_the_next_get(mode: str) -> None:
     with trio.fail_after(60):
-        async with edge() as (sender, receiver):
+        async with edge(close_grace=0.3) as (sender, receiver):
             await sender.put("0", "1", "before", b"x" * 1000)
             assert await receiver.get("0", "1", "before") == b"x" * 1000
             control("fail_copy", f"1:719:{mode}")

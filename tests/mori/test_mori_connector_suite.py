@@ -1,4 +1,4 @@
-"""The connector's own tests, with Mori moving what they send."""
+"""The connector's own tests, among themselves and with stock peers, with Mori moving what they send."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import pytest
 pytest.importorskip("mori.io", reason="needs amd-mori: see docs/mori.md")
 
 import rig
+import stock_peers
 import test_connector
 import test_connector_close
 import test_connector_memory
 import test_connector_roles
+import test_stock_interop
 from mori_fabric import MoriFabric
 
 pytestmark = pytest.mark.mori
 
-SUITE = (test_connector, test_connector_close, test_connector_memory, test_connector_roles)
+SUITE = (test_connector, test_connector_close, test_connector_memory, test_connector_roles, test_stock_interop)
 
 OTHERS = {
     # They start processes, whose pools are in host memory.
@@ -27,10 +29,10 @@ OTHERS = {
     "test_receivers_beyond_max_peers_push_out_those_that_are_gone_without_a_trace",
 }
 
-for module in SUITE:
-    globals().update(
-        {name: test for name, test in vars(module).items() if name.startswith("test_") and name not in OTHERS}
-    )
+TESTS = [(name, test) for module in SUITE for name, test in vars(module).items() if name.startswith("test_")]
+assert len(TESTS) == len(dict(TESTS)), "two tests with one name"
+assert dict(TESTS).keys() >= OTHERS, "one that is left out is not there"
+globals().update({name: test for name, test in TESTS if name not in OTHERS})
 
 
 count_descriptors = test_connector_close.open_descriptors
@@ -44,6 +46,6 @@ def open_descriptors() -> int:
 
 @pytest.fixture(autouse=True)
 def _over_mori(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (rig, *SUITE):
+    for module in (rig, stock_peers, *SUITE):
         monkeypatch.setattr(module, "MemoryFabric", MoriFabric, raising=False)
     monkeypatch.setattr(test_connector_close, "open_descriptors", open_descriptors)
