@@ -8,14 +8,24 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 import trio
-from mori_lane import control, delayed, emulated, moriemu
+from mori_lane import Holding, control, delayed, emulated, moriemu, seldom_more
+from rig import UNIT, wait_until
+from stock_peers import open_stock_client
 
 from trio_mori import Connector, ConnectorConfig, TransferFailed, open_connector
+from trio_mori._engines import _mori_pool
 
 pytest.importorskip("mori.io", reason="needs amd-mori: see docs/mori.md")
 pytestmark = pytest.mark.mori
 
 SIZE = 64 << 20
+
+PAYLOADS: list[object] = [
+    torch.arange(100_000, dtype=torch.float32).reshape(1000, 100),
+    torch.randn(4096, 512).to(torch.bfloat16),
+    b"bytes" * 1000,
+    {"hidden": torch.randn(16, 4096), "codes": torch.arange(64), "text": "a", "finished": False},
+]
 
 
 @asynccontextmanager
@@ -32,18 +42,12 @@ async def edge(**keys: object) -> AsyncIterator[tuple[Connector, Connector]]:
 
 @pytest.mark.parametrize("delay", [0, 0.002, 0.2] if moriemu else [0])
 async def test_payloads_of_every_kind_pass_from_gpu_to_gpu(delay: float) -> None:
-    payloads: list[object] = [
-        torch.arange(100_000, dtype=torch.float32).reshape(1000, 100),
-        torch.randn(4096, 512).to(torch.bfloat16),
-        b"bytes" * 1000,
-        {"hidden": torch.randn(16, 4096), "codes": torch.arange(64), "text": "a", "finished": False},
-    ]
     with trio.fail_after(60):
         async with edge() as (sender, receiver):
             if moriemu:
                 moriemu.ctl("copy_delay_us", int(delay * 1e6))
             try:
-                for number, payload in enumerate(payloads):
+                for number, payload in enumerate(PAYLOADS):
                     async with trio.open_nursery() as nursery:
                         got: list[object] = []
                         waits = number % 2 == 0
@@ -103,6 +107,57 @@ async def test_closing_with_a_slow_copy_ends_within_the_grace() -> None:
                     await receiver.get("0", "1", "k")
                 began = trio.current_time()
             assert trio.current_time() - began < 3
+
+
+@emulated
+async def test_beside_64_stuck_writes_a_fresh_payload_comes_and_stock_peers_get_answers() -> None:
+    seconds: list[float] = []
+
+    async def ask(port: int) -> None:
+        with open_stock_client(port, engine=None) as client:
+            while True:
+                asked = trio.current_time()
+                answer = await client.query("k0")
+                seconds.append(trio.current_time() - asked)
+                assert answer is None or answer["data_size"]
+
+    with trio.fail_after(60):
+        async with edge() as (sender, stuck):
+            info = sender.get_connection_info()
+            config = {"role": "receiver", "backend_type": "xgmi", "memory_pool_size": SIZE, "host": "127.0.0.1"}
+            config |= {"sender_host": info["host"], "sender_zmq_port": info["zmq_port"]}
+            async with open_connector({**config, "memory_pool_device": "cuda:1"}) as other:
+                for number, receiver in enumerate((stuck, other)):  # and have both connected
+                    await sender.put("0", "1", f"first{number}", b"x")
+                    assert await receiver.get("0", "1", f"first{number}") == b"x"
+                engine, descriptor = sender._engine, stuck._engine.descriptor
+                Holding(held=3.0).hold(engine, engine.add_peer(descriptor))
+                async with trio.open_nursery() as nursery:
+                    for number in range(64):
+                        nursery.start_soon(stuck.get, "0", "1", f"k{number}")
+                        await sender.put("0", "1", f"k{number}", b"x")
+                    await wait_until(lambda: sender.statistics().held.get("pinned") == 64 * UNIT)
+                    async with trio.open_nursery() as asking:
+                        asking.start_soon(ask, info["zmq_port"])
+                        await sender.put("0", "1", "fresh", b"y" * 65536)
+                        with trio.fail_after(1):
+                            assert await other.get("0", "1", "fresh") == b"y" * 65536
+                        await wait_until(lambda: len(seconds) >= 40)
+                        asking.cancel_scope.cancel()
+                    assert sender.statistics().held.get("pinned") == 64 * UNIT
+                    assert seldom_more(seconds) < 0.05
+
+
+async def test_no_connector_needs_to_look_into_a_gpus_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An emulated GPU's memory is host memory; a GPU's is not, and then there is no buffer.
+    monkeypatch.setattr(_mori_pool, "_host_bytes", lambda tensor: None)
+    with trio.fail_after(60):
+        async with edge() as (sender, receiver):
+            for connector in (sender, receiver):
+                assert connector._engine.region.buffer is None
+            for payload in PAYLOADS:
+                await sender.put("0", "1", "k", payload)
+                assert _equal(await receiver.get("0", "1", "k"), payload)
 
 
 def _equal(one: object, other: object) -> bool:
