@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ._errors import InternalError as InternalError
     from ._errors import KeyBusy as KeyBusy
     from ._errors import LeaseError as LeaseError
+    from ._errors import Misuse as Misuse
     from ._errors import NoEndpoint as NoEndpoint
     from ._errors import NoRoom as NoRoom
     from ._errors import NotReady as NotReady
@@ -80,6 +81,7 @@ _HOMES = {
         "InternalError",
         "KeyBusy",
         "LeaseError",
+        "Misuse",
         "NoEndpoint",
         "NoRoom",
         "NotReady",

@@ -2,243 +2,488 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import trio
 
-from ._errors import ConnectorClosed, InternalError
+from ._errors import ConnectorClosed, InternalError, Misuse
 
 T = TypeVar("T")
 
-# How long closing waits for the trio thread. Everything that runs there ends within its own grace; a thread that does
-# not is stuck in foreign code, and is left behind as a daemon rather than hang the process.
+# How long closing waits for the thread. Everything that runs there ends within its own grace; a thread that does not is
+# stuck in foreign code, and is left behind as a daemon rather than hang the process.
 JOIN_TIMEOUT = 30.0
 
 
 class _Call(Generic[T]):
-    """One call into the trio thread, waited for in another one. Without value and error it was cut off."""
+    """A function that runs in the loop, and whose outcome another thread waits for."""
 
-    def __init__(self, function: Callable[..., Awaitable[T]], args: tuple[object, ...]) -> None:
-        self.function = function
-        self.args = args
-        self.done = threading.Event()
-        self.scope = trio.CancelScope()
-        self.finished = False
-        self.value: T | None = None
-        self.error: Exception | None = None
+    def __init__(self, portal: Portal, what: str, function: Callable[..., T], args: tuple[object, ...]) -> None:
+        self.abandoned = False
+        self._portal = portal
+        self._what = what
+        self._function = function
+        self._args = args
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._is_cut = True  # until there is an outcome
+        self._is_answered = False
+        self._gate = threading.Lock()  # taken until there is an answer; half the cost of an Event
+        self._gate.acquire()
 
-    async def run(self, timeout: float | None) -> None:
-        """Carry it out, as a task."""
-        if timeout is not None:
-            self.scope.deadline = trio.current_time() + timeout
+    # --- in the loop --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Carry it out."""
+        if self.abandoned:
+            return
         try:
-            with self.scope:
-                self.value = await self.function(*self.args)
-            if self.scope.cancelled_caught:
-                self.error = TimeoutError(f"the call did not end within {timeout} s")
-            self.finished = True
+            self._value = self._function(*self._args)
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self._error = error
+        self._is_cut = False
+        self.answer()
+
+    def answer(self) -> None:
+        """Let the thread that waits go on. Idempotent."""
+        if not self._is_answered and not self._portal.exiting:
+            self._is_answered = True
+            self._gate.release()
+
+    # --- in the thread that waits -------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Until there is an outcome. Signals are handled meanwhile."""
+        self._gate.acquire()
+
+    def abandon(self) -> None:
+        """Nobody waits any more."""
+        self.abandoned = True
+
+    def result(self) -> T:
+        """What it returned, or raise what it raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # which refers to this frame
+        if self._is_cut:
+            self._portal.death_is_told = True
+            raise self._portal.closed_error(self._what, "was cut off") from self._portal.death
+        return cast(T, self._value)
+
+
+class _Task(_Call[T]):
+    """An async function that runs in the loop, as a task."""
+
+    def __init__(
+        self,
+        portal: Portal,
+        what: str,
+        function: Callable[..., Awaitable[T]],
+        args: tuple[object, ...],
+        timeout: float | None,
+    ) -> None:
+        super().__init__(portal, what, cast(Callable[..., T], function), args)
+        self._coroutine_function = function
+        self._timeout = timeout
+        self._scope = trio.CancelScope()
+
+    def begin(self) -> None:
+        if self.abandoned:
+            return
+        if self._portal.tasks is None:
+            self._cut_off()
+        else:
+            self._portal.tasks.start_soon(self._run)
+
+    async def _run(self) -> None:
+        if self._timeout is not None:
+            self._scope.deadline = trio.current_time() + self._timeout
+        try:
+            with self._scope:
+                self._value = await self._coroutine_function(*self._args)
+            if self._scope.cancelled_caught:
+                self._error = TimeoutError(f"{self._what} did not end within {self._timeout} s")
         except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error, self.finished = error, True
-        finally:
-            self.done.set()
+            self._error = error
+        except BaseException:
+            self._cut_off()
+            raise
+        self._is_cut = False
+        self.answer()
+
+    def _cut_off(self) -> None:
+        # Otherwise trio has broken down: when it is known by what, whoever still waits is told.
+        if self._portal.ending.is_set():
+            self.answer()
+
+    def abandon(self) -> None:
+        super().abandon()
+        with suppress(ConnectorClosed):
+            self._portal.post(self._scope.cancel)
 
 
-class _Hosted(Generic[T]):
-    """An async context manager that a task of the portal holds open."""
+class Entered(Generic[T]):
+    """An async context manager that the loop holds open, as a context manager of the thread. Made by `Portal.enter`.
 
-    def __init__(self, factory: Callable[[], AbstractAsyncContextManager[T]]) -> None:
-        self.left = threading.Event()
-        self.failure: Exception | None = None
+    An exception in the block reaches the async one, as it would in an ``async with``. If the portal is closed
+    meanwhile, the async one is left by a cancellation, and leaving the block raises `ConnectorClosed`.
+
+    Attributes:
+        value: What it gave.
+    """
+
+    value: T
+
+    def __init__(
+        self,
+        portal: Portal,
+        what: str,
+        factory: Callable[[], AbstractAsyncContextManager[T]],
+        timeout: float | None,
+    ) -> None:
+        self._portal = portal
+        self._what = what
+        self._timeout = timeout
         self._factory = factory
-        self._ended = trio.Event()
-        self._error: Exception | None = None
+        self._scope = trio.CancelScope()
+        self._wanted = trio.Event()  # that it is left
+        self._left = trio.Event()
+        self._error: BaseException | None = None  # that it is left by
+        self._failure: Exception | None = None  # that leaving it raised
+        self._is_over = False
 
-    def end(self, error: BaseException | None) -> None:
-        """Let the task leave it."""
-        # KeyboardInterrupt and the like belong to the thread that they hit; in the trio thread they are only news.
-        self._error = error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
-        self._ended.set()
+    def leave(self, error: BaseException | None = None) -> None:
+        """Leave it, by an exception if one is given, and wait until it has been left. Idempotent.
 
-    async def run(self, *, task_status: trio.TaskStatus[T]) -> None:
-        """Enter it, wait, leave it."""
-        entered = False
+        Raises:
+            TimeoutError: it was not left in time, and is cancelled now.
+            ConnectorClosed: the portal was closed before.
+            others: what leaving it raised, unless that is `error` itself.
+        """
+        if self._is_over:
+            return
+        traceback = None if error is None else error.__traceback__
         try:
-            async with self._factory() as value:
-                entered = True
-                task_status.started(value)
-                await self._ended.wait()
-                if self._error is not None:
-                    raise self._error
-        except Exception as error:  # raised again in the thread that leaves
-            if not entered:
-                raise
-            if error is not self._error:
-                self.failure = error
+            self._portal.call(self._leave, error, timeout=self._timeout, what=f"the end of {self._what}")
         finally:
-            self.left.set()
+            self._is_over = True
+            if error is not None:
+                error.__traceback__ = traceback  # without the frames of the loop
+
+    def __enter__(self) -> T:
+        return self.value
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._portal.in_portal:  # a generator that is collected there: nothing may be waited for
+            self._want(error)
+            return
+        try:
+            self.leave(error)
+        except ConnectorClosed:
+            if error is None:
+                raise
+
+    # --- in the loop --------------------------------------------------------------------------------------
+
+    async def begin(self) -> T:
+        """Enter it."""
+        return cast(T, await self._portal.hosts.start(self._stay))
+
+    async def _stay(self, *, task_status: trio.TaskStatus[T]) -> None:
+        is_open = False
+        try:
+            with self._scope:
+                async with self._factory() as value:
+                    is_open = True
+                    self._portal.entered.append(self)
+                    task_status.started(value)
+                    await self._wanted.wait()
+                    if self._error is not None:
+                        raise self._error
+        except BaseException as error:
+            if error is self._error:
+                pass  # it goes on in the thread that leaves
+            elif not is_open or not isinstance(error, Exception):
+                raise
+            elif self._wanted.is_set():
+                self._failure = error
+            else:
+                self._portal.die(error)
+        finally:
+            if is_open:
+                self._portal.entered.remove(self)
+            self._left.set()
+
+    def _want(self, error: BaseException | None) -> None:
+        if not self._wanted.is_set():
+            self._error = error
+            self._wanted.set()
+
+    async def _leave(self, error: BaseException | None) -> None:
+        self._want(error)
+        try:
+            await self._left.wait()
+        except trio.Cancelled:
+            self._scope.cancel()
+            raise
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def cancel(self) -> None:
+        """Leave it soon."""
+        self._scope.cancel()
+
+    async def cut(self) -> None:
+        """Leave it by a cancellation."""
+        self._scope.cancel()
+        await self._left.wait()
 
 
 class Portal:
-    """A thread that runs trio, and ways into it. Thread-safe.
+    """A thread that runs trio, and ways into it from other threads.
 
-    Calls run as tasks of the portal's own nursery. Closing the portal cancels what still runs there; whoever waits for
-    it gets `ConnectorClosed`. When the event loop dies of an error, every later call says so.
+    *Life.* It begins with the constructor. `close` ends it in order: calls in progress are cancelled, then what was
+    entered is left, newest first, then the thread is joined. `stop` only sets this in motion, for finalisers.
+    At the end of the interpreter it is closed if it was not.
+
+    *Errors.* What a call raises is raised where it was called. When something fails that nobody waits for (a posted
+    callback, a service that was entered, the loop itself), the portal ends, in order if it still can; every call in
+    progress and every later one raises `ConnectorClosed` from the cause.
+
+    *Interrupts.* A thread that is interrupted while it waits (KeyboardInterrupt) waits no more: its call is cancelled,
+    and what comes of it is dropped.
+
+    *Forks.* A forked child has no such thread: calls raise `Misuse` there, `stop` and `close` do nothing.
     """
 
     def __init__(self, name: str = "trio_mori") -> None:
-        """Start the thread, and return when it takes calls."""
+        """Start the thread, and return when it takes calls. What keeps it from starting is raised."""
+        self.death: BaseException | None = None
+        self.exiting = False
+        self.hosts: trio.Nursery
+        self.tasks: trio.Nursery | None = None
+        self.entered: list[Entered[Any]] = []
+        self._pid = os.getpid()
         self._token: trio.lowlevel.TrioToken | None = None
-        self._nursery: trio.Nursery | None = None
-        self._started = threading.Event()
+        self.ending = trio.Event()
+        self._waiting: dict[_Call[Any], None] = {}
+        self._stopped = False
+        self.death_is_told = False
+        self._ready = threading.Event()
         self._over = threading.Event()
-        self._waited_for: dict[threading.Event, None] = {}
-        self._death: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        self._started.wait()
+        try:
+            self._thread.start()
+            self._ready.wait()
+        except BaseException:
+            self.stop()
+            raise
+        if self._over.is_set() and self.death is not None:
+            raise self.death
+        # After whatever was imported until now, so that this comes before the ends of those at exit.
+        atexit.register(self._close_at_exit)
+
+    # --- from other threads -------------------------------------------------------------------------------
+
+    @property
+    def in_portal(self) -> bool:
+        """Whether the caller is in the portal's own thread."""
+        return threading.get_ident() == self._thread.ident and not self._over.is_set()
+
+    def call(
+        self, function: Callable[..., Awaitable[T]], *args: object, timeout: float | None = None, what: str = "a call"
+    ) -> T:
+        """Run an async function as a task of the loop, and wait for its outcome.
+
+        Args:
+            timeout: Seconds; then the function is cancelled.
+            what: Names the call in errors.
+
+        Raises:
+            TimeoutError: it did not end in time. Whatever it did was undone, as by a cancellation.
+            ConnectorClosed: the portal was closed, or its loop died, before or during the call.
+            Misuse: called in the portal's own thread, which would wait for itself, or in a forked child.
+        """
+        return self._wait(_Task(self, what, function, args, timeout), what)
+
+    def call_sync(self, function: Callable[..., T], *args: object, what: str = "a call") -> T:
+        """Run a function in the loop, between its tasks, and wait for its outcome.
+
+        Raises:
+            ConnectorClosed, Misuse: as `call`.
+        """
+        return self._wait(_Call(self, what, function, args), what)
+
+    def post(self, callback: Callable[[], object]) -> None:
+        """Have something done in the loop, soon. From any thread, signal handler or finaliser. It must not raise.
+
+        Raises:
+            ConnectorClosed: the portal is closed.
+            Misuse: called in a forked child.
+        """
+        self._refuse_fork("a call")
+        try:
+            self._send(callback)
+        except trio.RunFinishedError:
+            raise self.closed_error("a call", "came too late") from self.death
+
+    def enter(
+        self,
+        factory: Callable[[], AbstractAsyncContextManager[T]],
+        *,
+        timeout: float | None = None,
+        what: str = "a block",
+    ) -> Entered[T]:
+        """Enter an async context manager in the loop, and hold it open there.
+
+        Args:
+            timeout: Seconds, for entering and for leaving it.
+
+        Raises: as `call`.
+        """
+        entered = Entered(self, what, factory, timeout)
+        try:
+            entered.value = self.call(entered.begin, timeout=timeout, what=what)
+        except BaseException:
+            with suppress(ConnectorClosed, Misuse):
+                self.post(entered.cancel)
+            raise
+        return entered
+
+    def stop(self) -> None:
+        """Have it end soon. From any thread, signal handler or finaliser. Idempotent."""
+        if self._pid == os.getpid():
+            self._stopped = True
+            if self._token is not None:
+                with suppress(ConnectorClosed):
+                    self.post(self.ending.set)
+
+    def close(self) -> None:
+        """End it, and wait for that. From any thread but the portal's own. Idempotent.
+
+        Raises:
+            ConnectorClosed: from what it died of, if no call has said so.
+            InternalError: it has not ended within 30 s.
+        """
+        if self._pid != os.getpid():
+            return
+        self._refuse_own_thread("close")
+        self.stop()
+        self._thread.join(JOIN_TIMEOUT)
+        if self._thread.is_alive():
+            raise InternalError(f"the event loop of trio_mori has not ended within {JOIN_TIMEOUT:g} s; is it stuck?")
+        atexit.unregister(self._close_at_exit)
+        if self.death is not None and not self.death_is_told:
+            self.death_is_told = True
+            raise self.closed_error("close", "came too late") from self.death
+
+    def closed_error(self, what: str, fate: str) -> ConnectorClosed:
+        """Why nothing comes of a call."""
+        if self.death is None:
+            return ConnectorClosed(f"{what} {fate}: the connector was closed")
+        return ConnectorClosed(
+            f"{what} {fate}: the event loop of the connector died of {type(self.death).__name__}: {self.death}"
+        )
+
+    def _wait(self, call: _Call[T], what: str) -> T:
+        self._refuse_fork(what)
+        self._refuse_own_thread(what)
+        try:
+            # In this order: a loop that ends from now on either finds the call here or is found over below.
+            self._waiting[call] = None
+            self._send(call.begin)
+            call.wait()
+        except trio.RunFinishedError:
+            self._over.wait()  # at once; only then it is known what it died of
+            self.death_is_told = True
+            raise self.closed_error(what, "came too late") from self.death
+        except BaseException:
+            call.abandon()
+            raise
+        finally:
+            self._waiting.pop(call, None)
+        return call.result()
+
+    def _send(self, callback: Callable[[], object]) -> None:
+        if self._over.is_set():
+            raise trio.RunFinishedError
+        assert self._token is not None
+        # OSError: trio has broken down, and `_run` is about to tell everybody who waits.
+        with suppress(OSError):
+            self._token.run_sync_soon(self._carry_out, callback)
+
+    def _refuse_own_thread(self, what: str) -> None:
+        if self.in_portal:
+            raise Misuse(
+                f"{what} was made in the connector's own event loop, where it would wait for itself; await the "
+                "asynchronous method there, or call from another thread"
+            )
+
+    def _refuse_fork(self, what: str) -> None:
+        if self._pid != os.getpid():
+            raise Misuse(
+                f"{what} was made in process {os.getpid()}, which was forked from process {self._pid}, and the "
+                "connector stayed there; open one after the fork, or start processes by spawn"
+            )
+
+    def _close_at_exit(self) -> None:
+        # Only daemon threads can be waiting now, and Python stops them where they are. They are left in their calls:
+        # the end of one would be a traceback on the terminal.
+        if self._pid == os.getpid():
+            self.exiting = True
+            self.stop()
+            self._thread.join(JOIN_TIMEOUT)
+
+    # --- in the loop --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             trio.run(self._main)
-        except BaseException as error:  # noqa: BLE001 - it crosses the thread: every later call raises from it
-            self._death = error
+        except BaseException as error:  # noqa: BLE001 - every later call raises from it
+            self.death = error if self.death is None else self.death
         finally:
             self._over.set()
-            self._started.set()
-            for event in list(self._waited_for):
-                event.set()
+            self._ready.set()
+            for call in list(self._waiting):
+                call.answer()
+            if not self.exiting:
+                atexit.unregister(self._close_at_exit)
 
     async def _main(self) -> None:
-        async with trio.open_nursery() as self._nursery:
-            self._token = trio.lowlevel.current_trio_token()
-            self._started.set()
-            await trio.sleep_forever()
-
-    @property
-    def in_portal(self) -> bool:
-        """Whether the caller is the portal's own thread."""
-        return threading.get_ident() == self._thread.ident
-
-    def post(self, callback: Callable[[], object]) -> None:
-        """Have something done in the trio thread, soon. From any thread or finaliser.
-
-        Raises:
-            ConnectorClosed: the portal is closed.
-        """
-        try:
-            if self._token is None:
-                raise trio.RunFinishedError
-            self._token.run_sync_soon(callback)
-        except trio.RunFinishedError:
-            raise self._closed_error() from self._death
-
-    def call(self, function: Callable[..., Awaitable[T]], *args: object, timeout: float | None = None) -> T:
-        """Run an async function in the trio thread and wait for its result.
-
-        Args:
-            timeout: Seconds; then the function is cancelled.
-
-        Raises:
-            TimeoutError: it did not end in time. Whatever it did was undone, as by a cancellation.
-            ConnectorClosed: the portal was closed before or during the call.
-            InternalError: called in the portal's own thread, which would wait for itself.
-        """
-        self._refuse_own_thread()
-        call = _Call(function, args)
-
-        def spawn() -> None:
-            assert self._nursery is not None
-            self._nursery.start_soon(call.run, timeout)
-
-        try:
-            self._wait(call.done, spawn)
-        except BaseException:
-            self._abandon(call)
-            raise
-        if call.error is not None:
-            raise call.error
-        if not call.finished:
-            raise self._closed_error() from self._death
-        return cast(T, call.value)
-
-    def _abandon(self, call: _Call[Any]) -> None:
-        """Its caller was interrupted (KeyboardInterrupt): it must not go on alone."""
-        if not self._over.is_set():
-            self.post(call.scope.cancel)
-
-    def _wait(self, event: threading.Event, begin: Callable[[], object]) -> None:
-        self._waited_for[event] = None
-        try:
-            self.post(begin)
-            event.wait()
-        finally:
-            del self._waited_for[event]
-
-    def _refuse_own_thread(self) -> None:
-        if self.in_portal:
-            raise InternalError(
-                "a blocking call of trio_mori was made in its own trio thread, where it would wait for itself; await "
-                "the asynchronous method instead, or call from another thread"
-            )
-
-    @contextmanager
-    def entered(self, factory: Callable[[], AbstractAsyncContextManager[T]]) -> Iterator[T]:
-        """Hold an async context manager open in the trio thread for the length of a ``with`` block.
-
-        An exception in the block reaches the context manager, as it would in an ``async with``.
-        """
-        value, leave = self.enter(factory)
-        try:
-            yield value
-        except BaseException as error:
-            leave(error)
-            raise
-        leave(None)
-
-    def enter(
-        self, factory: Callable[[], AbstractAsyncContextManager[T]]
-    ) -> tuple[T, Callable[[BaseException | None], None]]:
-        """As `entered`, in two halves.
-
-        Returns:
-            What the context manager gave, and a function that leaves it, by an exception if one is given, and
-            waits until it has been left. Idempotent.
-        """
-        hosted = _Hosted(factory)
-
-        async def begin() -> T:
-            assert self._nursery is not None
-            return cast(T, await self._nursery.start(hosted.run))
-
-        value = self.call(begin)
-
-        def leave(error: BaseException | None) -> None:
-            if not hosted.left.is_set() and not self._over.is_set():
-                self._refuse_own_thread()
-                self._wait(hosted.left, lambda: hosted.end(error))
-            if hosted.failure is not None:
-                failure, hosted.failure = hosted.failure, None
-                raise failure
-
-        return value, leave
-
-    def close(self) -> None:
-        """Cancel what runs, and join the thread. Idempotent; from any thread but the portal's own."""
-        if self._over.is_set():
+        self._token = trio.lowlevel.current_trio_token()
+        if self._stopped:
             return
-        self._refuse_own_thread()
+        async with trio.open_nursery() as self.hosts:
+            async with trio.open_nursery() as self.tasks:
+                tasks = self.tasks
+                self._ready.set()
+                try:
+                    await self.ending.wait()
+                finally:
+                    self.tasks = None  # before it is closed, and would refuse tasks in its own way
+                tasks.cancel_scope.cancel()
+            for entered in reversed(self.entered.copy()):
+                await entered.cut()
 
-        def stop() -> None:
-            assert self._nursery is not None
-            self._nursery.cancel_scope.cancel()
+    def die(self, error: BaseException) -> None:
+        """End, for something failed that nobody waits for."""
+        self.death = error if self.death is None else self.death
+        self.ending.set()
 
-        self.post(stop)
-        self._thread.join(JOIN_TIMEOUT)
-
-    def _closed_error(self) -> ConnectorClosed:
-        if self._death is not None:
-            return ConnectorClosed(f"the event loop of trio_mori has died: {type(self._death).__name__}: {self._death}")
-        return ConnectorClosed("the connector was closed")
+    def _carry_out(self, callback: Callable[[], object]) -> None:
+        try:
+            callback()
+        except BaseException as error:  # noqa: BLE001 - every later call raises from it
+            self.die(error)

@@ -7,87 +7,151 @@ with blocking.open_connector({"role": "receiver", "sender_host": "127.0.0.1", "s
     value = conn.get("0", "1", "key", timeout=5)
 ```
 
-Everything runs in one trio thread behind it. All methods may be called from any number of threads at once.
+Everything but copies runs in one trio thread behind it; copies run in the threads that call. All methods may be called
+from any number of threads at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, TypeVar
 
 from . import _connector
+from ._arrival import Arrival, StockArrival
+from ._buffer import ManagedBuffer
 from ._chunks import ChunkReceiver, ChunkSender
 from ._config import ConnectorConfig
 from ._connector import Connector
-from ._portal import Portal
+from ._errors import ConnectorClosed, Misuse, NoRoom
+from ._lease import Lease
+from ._payload import Plan
+from ._portal import Entered, Portal
+from ._staging import Reservation, plan_payload
 from ._statistics import ConnectorStatistics, Receipt
 
-__all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "Portal", "open_connector"]
-
+__all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "open_connector"]
 
 T = TypeVar("T")
 
+# A smaller payload is copied in the loop, on the one way there that a put takes anyhow. A larger one is copied in the
+# thread that calls, which then has to say that it is there: 35 us, in which 256 KB are copied.
+COPY_IN_LOOP = 1 << 18
 
-class BlockingChunkSender:
-    """The sending end of a chunk stream. See `trio_mori.ChunkSender`."""
 
-    def __init__(self, portal: Portal, sender: ChunkSender) -> None:
+class _Held(Generic[T]):
+    """What is the loop's and a thread's for a moment. Whoever loses it, by whatever exception, gives it back."""
+
+    def __init__(self, portal: Portal, value: T, give_back: Callable[[], object]) -> None:
+        self.value = value
         self._portal = portal
-        self._sender = sender
+        self._give_back = give_back
+        self._is_settled = False
 
-    def send(self, chunk: object, *, timeout: float | None = None) -> None:
-        """Send the next chunk; waits for room.
+    def settle(self) -> T:
+        """It is dealt with otherwise. In the loop."""
+        self._is_settled = True
+        return self.value
 
-        Raises:
-            TimeoutError: there was no room in time; the chunk was not sent.
-        """
-        self._portal.call(self._sender.send, chunk, timeout=timeout)
+    def _drop(self) -> None:
+        if not self._is_settled:
+            self._is_settled = True
+            self._give_back()
+
+    def __enter__(self) -> T:
+        return self.value
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            with suppress(ConnectorClosed):
+                self._portal.post(self._drop)
+
+    def __del__(self) -> None:
+        if not self._is_settled:
+            with suppress(ConnectorClosed, Misuse):
+                self._portal.post(self._drop)
 
 
-class BlockingChunkReceiver:
-    """The receiving end of a chunk stream, an iterator. See `trio_mori.ChunkReceiver`."""
+def _publish(held: _Held[Reservation]) -> Receipt:
+    return held.settle().publish()
 
-    def __init__(self, portal: Portal, receiver: ChunkReceiver) -> None:
-        self._portal = portal
-        self._receiver = receiver
 
-    def __iter__(self) -> BlockingChunkReceiver:
-        return self
+def _finish(held: _Held[Arrival | StockArrival]) -> None:
+    # Closed in the meantime: the value is the caller's all the same. That the sender keeps the payload is what becomes
+    # of any acknowledgement that is lost.
+    with suppress(ConnectorClosed):
+        held.settle().finish()
 
-    def __next__(self) -> object:
-        return self.receive()
 
-    def receive(self, *, timeout: float | None = None) -> object:
-        """The next chunk.
+def _itself(lease: Lease) -> Lease:
+    return lease
 
-        Raises:
-            StopIteration: after the terminal chunk.
-            TimeoutError: it did not come in time; the next call waits for the same one.
-        """
-        try:
-            return self._portal.call(self._receiver.__anext__, timeout=timeout)
-        except StopAsyncIteration:
-            raise StopIteration from None
+
+def _check(timeout: float | None) -> None:
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout={timeout}; give a number of seconds above zero, or use the _nowait method")
 
 
 class BlockingConnector:
-    """A `trio_mori.Connector` whose methods block. Made by `open_connector`.
+    """A `trio_mori.Connector` whose methods block. Made by `open_connector`; a context manager.
 
     `timeout` is in seconds, None for no limit. A call that timed out had no effect.
+    A call that is interrupted (KeyboardInterrupt) is cancelled and not waited for.
+
+    Raises, beside what the methods of `Connector` raise:
+        ConnectorClosed: closed before or during the call; or what runs behind it has failed, and that is the cause.
+        Misuse: called in the connector's own event loop, or in a process that was forked off since it was opened.
+        ValueError: a timeout that is not a number above zero.
     """
 
     def __init__(self, portal: Portal, connector: Connector) -> None:
+        """Takes the portal over."""
         self._portal = portal
         self._connector = connector
 
+    # --- put ----------------------------------------------------------------------------------------------
+
     def put(self, from_stage: str, to_stage: str, key: str, data: object, *, timeout: float | None = None) -> Receipt:
         """See `Connector.put`. Raises TimeoutError when there is no room in time."""
-        return self._portal.call(self._connector.put, from_stage, to_stage, key, data, timeout=timeout)
+        _check(timeout)
+        try:
+            return self.put_nowait(from_stage, to_stage, key, data)
+        except NoRoom:
+            return self._portal.call(
+                self._connector.put, from_stage, to_stage, key, data, timeout=timeout, what=f"put of {key!r}"
+            )
 
     def put_nowait(self, from_stage: str, to_stage: str, key: str, data: object) -> Receipt:
         """See `Connector.put_nowait`."""
-        return self._now(self._connector.put_nowait, from_stage, to_stage, key, data)
+        what = f"put of {key!r}"
+        if isinstance(data, ManagedBuffer):  # nothing is copied if it is ours
+            return self._portal.call_sync(self._connector.put_nowait, from_stage, to_stage, key, data, what=what)
+        plan = plan_payload(data)
+        if plan.size <= COPY_IN_LOOP:
+            return self._portal.call_sync(self._put_at_once, from_stage, to_stage, key, plan, what=what)
+        held = self._portal.call_sync(self._reserve, from_stage, to_stage, key, plan, what=what)
+        with held as reservation:
+            reservation.fill()
+            return self._portal.call_sync(_publish, held, what=what)
+
+    def _put_at_once(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> Receipt:
+        reservation = self._connector.reserve_nowait(from_stage, to_stage, key, plan)
+        try:
+            reservation.fill()
+        except BaseException:
+            reservation.release()
+            raise
+        return reservation.publish()
+
+    def _reserve(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> _Held[Reservation]:
+        reservation = self._connector.reserve_nowait(from_stage, to_stage, key, plan)
+        return _Held(self._portal, reservation, reservation.release)
+
+    # --- get ----------------------------------------------------------------------------------------------
 
     def get(
         self,
@@ -99,72 +163,259 @@ class BlockingConnector:
         timeout: float | None = None,
     ) -> object:
         """See `Connector.get`. Raises TimeoutError when it does not come in time; it stays with the sender."""
-        return self._portal.call(self._connector.get, from_stage, to_stage, key, metadata, timeout=timeout)
+        _check(timeout)
+        what = f"get of {key!r}"
+        return self._copy(
+            self._portal.call(self._take, from_stage, to_stage, key, metadata, timeout=timeout, what=what)
+        )
 
     def get_nowait(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
     ) -> object:
         """See `Connector.get_nowait`."""
-        return self._now(self._connector.get_nowait, from_stage, to_stage, key, metadata)
+        what = f"get of {key!r}"
+        return self._copy(self._portal.call_sync(self._take_nowait, from_stage, to_stage, key, metadata, what=what))
+
+    async def _take(
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None
+    ) -> _Held[Arrival | StockArrival]:
+        arrival = await self._connector.take(from_stage, to_stage, key, metadata)
+        return _Held(self._portal, arrival, arrival.give_back)
+
+    def _take_nowait(
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None
+    ) -> _Held[Arrival | StockArrival]:
+        arrival = self._connector.take_nowait(from_stage, to_stage, key, metadata)
+        return _Held(self._portal, arrival, arrival.give_back)
+
+    def _copy(self, held: _Held[Arrival | StockArrival]) -> object:
+        with held as arrival:
+            value = arrival.restore()
+            self._portal.post(partial(_finish, held))
+        return value
+
+    def lease(
+        self,
+        from_stage: str,
+        to_stage: str,
+        key: str,
+        metadata: Mapping[str, object] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> AbstractContextManager[Lease]:
+        """See `Connector.lease`. Raises TimeoutError when it does not come in time; it stays with the sender."""
+        return _Block(
+            self,
+            partial(self._connector.lease, from_stage, to_stage, key, metadata),
+            _itself,
+            what=f"lease of {key!r}",
+            timeout=timeout,
+        )
+
+    # --- chunk streams ------------------------------------------------------------------------------------
+
+    def open_chunk_sender(
+        self, request_id: str, to_stage: str, *, from_stage: str | None = None, timeout: float | None = None
+    ) -> AbstractContextManager[BlockingChunkSender]:
+        """See `Connector.open_chunk_sender`.
+
+        Args:
+            timeout: Seconds that each chunk may wait for room, and the end when the block is left.
+        """
+        return _Block(
+            self,
+            partial(self._connector.open_chunk_sender, request_id, to_stage, from_stage=from_stage),
+            lambda sender: BlockingChunkSender(self, sender, request_id, timeout),
+            what=f"the chunk stream of {request_id!r}",
+            timeout=timeout,
+        )
+
+    def open_chunk_receiver(
+        self, request_id: str, from_stage: str, *, to_stage: str | None = None, timeout: float | None = None
+    ) -> AbstractContextManager[BlockingChunkReceiver]:
+        """See `Connector.open_chunk_receiver`.
+
+        Args:
+            timeout: Seconds that each chunk may take to come.
+        """
+        return _Block(
+            self,
+            partial(self._connector.open_chunk_receiver, request_id, from_stage, to_stage=to_stage),
+            lambda receiver: BlockingChunkReceiver(self, receiver, request_id, timeout),
+            what=f"the chunk stream of {request_id!r}",
+            timeout=timeout,
+        )
+
+    # --- the rest -----------------------------------------------------------------------------------------
 
     def cleanup(self, key: str, from_stage: str | None = None, to_stage: str | None = None) -> int:
         """See `Connector.cleanup`."""
-        return self._portal.call(self._connector.cleanup, key, from_stage, to_stage)
+        return self._portal.call_sync(
+            self._connector.cleanup_nowait, key, from_stage, to_stage, what=f"cleanup of {key!r}"
+        )
 
     def update_sender_info(self, host: str, port: int) -> None:
         """See `Connector.update_sender_info`."""
-        self._now(self._connector.update_sender_info, host, port)
+        self._portal.call_sync(self._connector.update_sender_info, host, port, what="update_sender_info")
 
     def get_connection_info(self) -> dict[str, Any]:
         """See `Connector.get_connection_info`."""
         return self._connector.get_connection_info()
 
     def statistics(self) -> ConnectorStatistics:
-        """See `Connector.statistics`."""
-        return self._now(self._connector.statistics)
+        """See `Connector.statistics`. Of a closed connector: its last ones."""
+        try:
+            return self._portal.call_sync(self._connector.statistics, what="statistics")
+        except ConnectorClosed:  # then nothing changes them any more
+            return self._connector.statistics()
 
     def health(self) -> dict[str, Any]:
         """See `Connector.health`."""
-        return self._now(self._connector.health)
+        try:
+            return self._portal.call_sync(self._connector.health, what="health")
+        except ConnectorClosed as error:
+            return {**self._connector.health(), "status": "unhealthy", "error": str(error)}
 
-    @contextmanager
-    def open_chunk_sender(
-        self, request_id: str, to_stage: str, *, from_stage: str | None = None
-    ) -> Iterator[BlockingChunkSender]:
-        """See `Connector.open_chunk_sender`."""
-        with self._portal.entered(
-            lambda: self._connector.open_chunk_sender(request_id, to_stage, from_stage=from_stage)
-        ) as sender:
-            yield BlockingChunkSender(self._portal, sender)
+    # --- life ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def open_chunk_receiver(
-        self, request_id: str, from_stage: str, *, to_stage: str | None = None
-    ) -> Iterator[BlockingChunkReceiver]:
-        """See `Connector.open_chunk_receiver`."""
-        with self._portal.entered(
-            lambda: self._connector.open_chunk_receiver(request_id, from_stage, to_stage=to_stage)
-        ) as receiver:
-            yield BlockingChunkReceiver(self._portal, receiver)
+    def close(self) -> None:
+        """Close it in order; see `trio_mori.open_connector`. Idempotent, from any thread.
 
-    def _now(self, method: Callable[..., T], *args: object) -> T:
-        async def run() -> T:
-            return method(*args)
+        Calls that other threads have in progress end with `ConnectorClosed`, and streams as failed.
 
-        return self._portal.call(run)
+        Raises:
+            ConnectorClosed: from what failed behind it, if no call has said so yet.
+        """
+        self._portal.close()
+
+    def __enter__(self) -> BlockingConnector:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._portal.in_portal:  # a generator that is collected there: nothing may be waited for
+            self._portal.stop()
+            return
+        try:
+            self.close()
+        except ConnectorClosed:
+            if error is None:
+                raise
+
+    def __del__(self) -> None:
+        # Perhaps in the loop's own thread, in the middle of anything.
+        self._portal.stop()
 
 
-@contextmanager
+class BlockingChunkSender:
+    """The sending end of a chunk stream. See `trio_mori.ChunkSender`; one thread at a time uses it."""
+
+    def __init__(
+        self, connector: BlockingConnector, sender: ChunkSender, request_id: str, timeout: float | None
+    ) -> None:
+        self._connector = connector
+        self._sender = sender
+        self._request_id = request_id
+        self._timeout = timeout
+
+    @property
+    def sent(self) -> int:
+        """Chunks sent so far; the end is none."""
+        return self._sender.sent
+
+    def send(self, chunk: object) -> None:
+        """Send the next chunk; waits for room.
+
+        Raises:
+            TimeoutError: there was no room in time; the chunk was not sent.
+        """
+        what = f"chunk {self.sent} of {self._request_id!r}"
+        self._connector._portal.call(self._sender.send, chunk, timeout=self._timeout, what=what)
+
+
+class BlockingChunkReceiver:
+    """The receiving end of a chunk stream, an iterator. See `trio_mori.ChunkReceiver`; one thread at a time uses it."""
+
+    def __init__(
+        self, connector: BlockingConnector, receiver: ChunkReceiver, request_id: str, timeout: float | None
+    ) -> None:
+        self._connector = connector
+        self._receiver = receiver
+        self._request_id = request_id
+        self._timeout = timeout
+
+    @property
+    def received(self) -> int:
+        """Chunks handed out so far; the end is none."""
+        return self._receiver.received
+
+    def __iter__(self) -> BlockingChunkReceiver:
+        return self
+
+    def __next__(self) -> object:
+        """The next chunk.
+
+        Raises:
+            StopIteration: after the terminal chunk.
+            TimeoutError: it did not come in time; the next call waits for the same one.
+            others: as `ChunkReceiver`.
+        """
+        what = f"chunk {self.received} of {self._request_id!r}"
+        try:
+            return self._connector._portal.call(self._receiver.__anext__, timeout=self._timeout, what=what)
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+
+U = TypeVar("U")
+
+
+class _Block(Generic[T, U]):
+    """A block of the connector's, entered in the loop when the thread enters it."""
+
+    def __init__(
+        self,
+        connector: BlockingConnector,
+        factory: Callable[[], AbstractAsyncContextManager[T]],
+        wrap: Callable[[T], U],
+        *,
+        what: str,
+        timeout: float | None,
+    ) -> None:
+        _check(timeout)
+        self._connector = connector
+        self._factory = factory
+        self._wrap = wrap
+        self._what = what
+        self._timeout = timeout
+        self._entered: Entered[T]
+
+    def __enter__(self) -> U:
+        portal = self._connector._portal
+        self._entered = portal.enter(self._factory, timeout=self._timeout, what=self._what)
+        return self._wrap(self._entered.value)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(kind, error, traceback)
+
+
 def open_connector(
     config: ConnectorConfig | Mapping[str, object], *, payload_types: Iterable[type] = ()
-) -> Iterator[BlockingConnector]:
-    """Open a connector for the length of a ``with`` block. See `trio_mori.open_connector`.
+) -> BlockingConnector:
+    """Open a connector. See `trio_mori.open_connector` for arguments and errors.
 
-    Leaving the block closes it in order; calls that other threads have in progress end with `ConnectorClosed`.
+    Leave it as a ``with`` block, or `close` it. One that is dropped is closed soon, without being waited for; one that
+    is open at the end of the program is closed then.
     """
     portal = Portal()
     try:
-        with portal.entered(lambda: _connector.open_connector(config, payload_types=payload_types)) as connector:
-            yield BlockingConnector(portal, connector)
-    finally:
+        entered = portal.enter(
+            partial(_connector.open_connector, config, payload_types=payload_types), what="open_connector"
+        )
+        return BlockingConnector(portal, entered.value)
+    except BaseException:
         portal.close()
+        raise
