@@ -42,6 +42,7 @@ FROM_RECEIVER = [
     wire.Hello(1, 1, SESSION, 1, 5.0, OFFERS, DEPLOYMENT),
     wire.Requests(SESSION, 1, EPOCH, []),
     wire.Requests(SESSION, 1, EPOCH, TO_SENDER),
+    wire.Inquiry(1, 1, True, DEPLOYMENT),
 ]
 FROM_SENDER = [
     wire.Welcome(1, SESSION, 1, EPOCH, 4096, "shm", "", OFFERS, DEPLOYMENT),
@@ -50,6 +51,7 @@ FROM_SENDER = [
     wire.Mismatch(SESSION, 1, ["shm"], "why"),
     wire.Replies(SESSION, 1, EPOCH, TO_RECEIVER),
 ]
+FROM_HOLDER = [wire.Holder(1, DEPLOYMENT, 4711, False), wire.VersionRange(1, 2)]
 
 
 # --- the native dialect -----------------------------------------------------------------------------------
@@ -68,16 +70,23 @@ def test_what_a_sender_says_arrives_as_it_was(body: wire.FromSender) -> None:
 
 
 @deterministic
-def test_every_message_of_a_batch_is_tried_here() -> None:
-    """Who adds a message adds it to the lists above."""
+@pytest.mark.parametrize("body", FROM_HOLDER)
+def test_what_the_holder_of_a_port_says_arrives_as_it_was(body: wire.FromHolder) -> None:
+    assert wire.decode_from_holder(wire.encode(body)) == body
+
+
+@deterministic
+def test_every_message_is_tried_here() -> None:
+    """Who adds one adds it to the lists above."""
     assert {type(m) for m in TO_SENDER} == set(wire.ToSender.__args__)
     assert {type(m) for m in TO_RECEIVER} == set(wire.ToReceiver.__args__)
     assert {type(b) for b in FROM_RECEIVER} == set(wire.FromReceiver.__args__)
     assert {type(b) for b in FROM_SENDER} == set(wire.FromSender.__args__)
+    assert {type(b) for b in FROM_HOLDER} == set(wire.FromHolder.__args__)
 
 
 @deterministic
-@pytest.mark.parametrize("body", FROM_RECEIVER + FROM_SENDER)
+@pytest.mark.parametrize("body", FROM_RECEIVER + FROM_SENDER + FROM_HOLDER)
 def test_the_last_frame_of_every_native_message_is_no_msgpack(body: Any) -> None:
     """A stock sender decodes it, fails, and says so; which is how we know what it is."""
     frames = wire.encode(body)
@@ -96,13 +105,15 @@ def test_what_peers_of_every_version_must_understand_has_always_the_same_bytes()
 
 
 @deterministic
-@pytest.mark.parametrize("body", FROM_RECEIVER)
-def test_a_sender_does_not_listen_to_what_senders_say_and_a_receiver_not_to_receivers(body: Any) -> None:
-    with pytest.raises(RemoteProtocolError):
-        wire.decode_from_sender(wire.encode(body))
-    for other in FROM_SENDER:
-        with pytest.raises(RemoteProtocolError):
-            wire.decode_from_receiver(wire.encode(other))
+def test_nobody_listens_to_what_is_not_for_it() -> None:
+    for bodies, decode in (
+        (FROM_RECEIVER + FROM_HOLDER[:1], wire.decode_from_sender),
+        (FROM_SENDER + FROM_HOLDER, wire.decode_from_receiver),
+        (FROM_RECEIVER + FROM_SENDER[:1] + FROM_SENDER[2:], wire.decode_from_holder),
+    ):
+        for body in bodies:
+            with pytest.raises(RemoteProtocolError):
+                decode(wire.encode(body))
 
 
 def mangled(body: Any, change: Callable[[Any], Any]) -> list[bytes]:
@@ -171,6 +182,8 @@ def test_what_no_peer_says_is_refused(frames: Sequence[bytes]) -> None:
         wire.decode_from_receiver(frames)
     with pytest.raises(RemoteProtocolError):
         wire.decode_from_sender(frames)
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_from_holder(frames)
 
 
 @deterministic
@@ -284,10 +297,13 @@ def test_what_is_no_answer_of_a_stock_connector_is_refused(answer: bytes) -> Non
 CODECS: list[tuple[Callable[[Sequence[bytes]], Any], Callable[[Any], list[bytes]]]] = [
     (wire.decode_from_receiver, wire.encode),
     (wire.decode_from_sender, wire.encode),
+    (wire.decode_from_holder, wire.encode),
     (wire.decode_stock_request, wire.encode_stock_request),
     (wire.decode_stock_answer, wire.encode_stock_answer),
 ]
-GOOD = [wire.encode(body) for body in FROM_RECEIVER + FROM_SENDER] + [[b"", each] for each in (QUERY, PULL, FOUND)]
+GOOD = [wire.encode(body) for body in FROM_RECEIVER + FROM_SENDER + FROM_HOLDER] + [
+    [b"", each] for each in (QUERY, PULL, FOUND)
+]
 
 
 def _spoil(frames: list[bytes], at: int, cut: int, junk: bytes) -> list[bytes]:
@@ -303,7 +319,9 @@ values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text() | st.integers(0, 50), inner, max_size=5),
 )
-tagged = st.builds(lambda tag, rest: [tag, *rest], st.sampled_from((1, 2, 4, 16, 19, 32, 33, 48, 49)), st.lists(values))
+tagged = st.builds(
+    lambda tag, rest: [tag, *rest], st.sampled_from((1, 2, 4, 16, 19, 32, 33, 37, 38, 48, 49)), st.lists(values)
+)
 well_formed = st.builds(
     lambda native, value: [wire.MAGIC if native else b"", b"\xc1" * native + msgspec.msgpack.encode(value)],
     st.booleans(),
