@@ -48,15 +48,18 @@ class LinkStatistics:
 class Transport(ABC):
     """A socket that messages come by, and whether it may have any.
 
-    A descriptor may be edge-triggered, as ZMQ's is: it becomes readable once when there is *news* for the socket, and
+    A descriptor may be `edge_triggered`, as ZMQ's is: it becomes readable once when there is *news* for the socket, and
     every call on the socket takes the news in, a send too. A task that waits on the descriptor is then never
     woken for messages that were part of it. Hence the rule: whoever calls anything on the socket calls `settle`
     before the next checkpoint, and while `readable` is true nobody waits on the descriptor.
 
     Attributes:
+        edge_triggered: What was just said; if not, sending needs no look at the input.
         fd: The descriptor.
         readable: False only if the socket said that it has no input, and was not touched since.
     """
+
+    edge_triggered = True
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -172,8 +175,9 @@ class QueuedLink(Link):
                 self._counts.sent += 1
             else:
                 self._count_dropped(route)
+        transport = self._transport
         # Looking may itself bring an event: that a connection is over.
-        if (self._transport is not None and self._transport.settle()) or self._events:
+        if (transport is not None and transport.edge_triggered and transport.settle()) or self._events:
             self._wake()
 
     def _count_dropped(self, route: bytes) -> None:

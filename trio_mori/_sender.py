@@ -13,10 +13,7 @@ import trio
 from . import _payload
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
-from ._errors import (
-    ConnectorClosed,
-    TransferFailed,
-)
+from ._errors import ConnectorClosed, NoRoom, TransferFailed
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
 from ._protocol.entries import Entry, Fetch, Session, Ticket
@@ -86,9 +83,12 @@ class Sender:
             self._check_open(key)
             size = data.size
             return self._publish_buffer(key, await data.detach(OUTBOUND), size)
+        await trio.lowlevel.checkpoint_if_cancelled()
         plan = plan_payload(data)
-        self._check_open(key)
-        reservation = self._stage(key, await self._pool.reserve(plan.size, OUTBOUND), plan)
+        try:
+            reservation = self.reserve_nowait(key, plan)
+        except NoRoom:
+            reservation = self._stage(key, await self._pool.reserve(plan.size, OUTBOUND), plan)
         try:
             if plan.size <= INLINE_COPY:
                 reservation.fill()
@@ -97,7 +97,9 @@ class Sender:
         except BaseException:
             reservation.release()
             raise
-        return reservation.publish()
+        receipt = reservation.publish()
+        await trio.lowlevel.cancel_shielded_checkpoint()  # last: the receiver is on its way already
+        return receipt
 
     def put_nowait(self, key: str, data: object) -> Receipt:
         """As `put`, copying here and now, or not at all.

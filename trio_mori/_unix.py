@@ -59,6 +59,8 @@ class _Connection:
 class _UnixTransport(Transport):
     """Any number of connections behind one epoll descriptor, which is readable while one of them has something."""
 
+    edge_triggered = False
+
     def __init__(
         self, nursery: trio.Nursery, on_gone: Callable[[bytes], None], *, max_frames: int, max_bytes: int
     ) -> None:
@@ -126,9 +128,10 @@ class _UnixTransport(Transport):
                 if not self._ready:
                     self.readable = False
                     return False
-            record = self._connections.get(self._ready[0])
-            if record is None or not self._receive(record):
-                self._ready.popleft()
+            # One packet of each, in turn: the next look says who has more, and needs no receiving in vain.
+            record = self._connections.get(self._ready.popleft())
+            if record is not None:
+                self._receive(record)
         self.readable = True
         return True
 
@@ -143,17 +146,17 @@ class _UnixTransport(Transport):
                 ready.append(fd)
         return ready
 
-    def _receive(self, record: _Connection) -> bool:
-        """Take one packet. False: there is none, or the connection is over."""
+    def _receive(self, record: _Connection) -> None:
+        """Take one packet, or see that the connection is over."""
         try:
             packet = record.socket.recv(PACKET)
         except BlockingIOError:
-            return False
+            return
         except OSError:
             packet = b""
         if not packet:
             self._drop(record)
-            return False
+            return
         record.size += len(packet) - 1
         if record.size <= self._max_bytes:
             record.parts.append(packet[1:])
@@ -165,7 +168,6 @@ class _UnixTransport(Transport):
                 self._oversized = True
             else:
                 self._message = Arrived(frames, record.route)
-        return True
 
     def read(self) -> Arrived | None:
         message, self._message, self._oversized = self._message, None, False
