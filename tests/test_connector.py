@@ -552,7 +552,10 @@ async def test_a_failed_write_is_told_and_the_payload_stays_for_the_next_get(inl
         await pair.assert_whole()
 
 
-async def test_a_write_that_failed_but_may_still_move_keeps_its_memory_until_the_receiver_is_dead() -> None:
+async def test_a_write_that_failed_but_may_still_move_keeps_its_memory_until_the_receiver_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers a receiver that is held to be dead
     async with open_pair(sender={"close_grace": 0}, receiver={"close_grace": 0}) as pair:
         pair.sender_engine.fail(settled=False, arrived=0.5)
         await pair.put("k", filled(1000))

@@ -14,8 +14,6 @@ from examples.pipeline import make_recording
 from examples.pipeline.models import FRAME, SAMPLE_RATE, Code2Wav, CodecChunks, Talker, Thinker, run_in_one_process
 from examples.pipeline.wav import WavError, read_wav, resample, wav_bytes
 
-pytestmark = pytest.mark.deterministic
-
 RECORDING = Path(make_recording.__file__).with_name("recording.wav")
 
 
@@ -49,7 +47,7 @@ def test_what_comes_out_is_recognisably_the_recording() -> None:
 
 @pytest.mark.parametrize("frames", [1, 7, 25, 10_000])
 def test_how_the_codes_are_cut_into_chunks_makes_no_difference(frames: int) -> None:
-    samples = tone(SAMPLE_RATE)
+    samples = tone(SAMPLE_RATE, seconds=0.1)
     # Not bit for bit: a matrix product may round differently for another number of rows.
     torch.testing.assert_close(run_in_one_process(samples, frames, 25), run_in_one_process(samples, 10, 1))
 

@@ -447,7 +447,7 @@ def test_a_malformed_file_is_refused_with_its_line(load: Load, text: str, line: 
 
 @deterministic
 @pytest.mark.parametrize(
-    "text", ['a: !!int ""', "a: 2001-99-99", "a: !!timestamp x", "a: !!bool x", "[" * 5000, "\x00"]
+    "text", ['a: !!int ""', "a: 2001-99-99", "a: !!timestamp x", "a: !!bool x", "[" * 1000, "\x00"]
 )
 def test_what_the_yaml_parser_chokes_on_is_not_yaml(load: Load, text: str) -> None:
     assert "not YAML" in str(refused(load, text))

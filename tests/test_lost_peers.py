@@ -21,7 +21,10 @@ def dropped(engine: MemoryEngine) -> int:
     return sum(call.method == "drop_peer" for call in engine.calls)
 
 
-async def test_a_receiver_that_left_is_watched_while_a_write_to_it_may_not_have_ended() -> None:
+async def test_a_receiver_that_left_is_watched_while_a_write_to_it_may_not_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers the second one
     async with open_pair(sender={"close_grace": 0}, receiver={"close_grace": 0}) as pair:
         pair.sender_engine.fail(settled=False)
         await pair.put("k", filled(1000))

@@ -162,7 +162,7 @@ async def test_an_ephemeral_port_is_not_looked_for_for_ever(monkeypatch: pytest.
 @bounded
 async def test_the_port_is_free_as_soon_as_the_listener_has_been_left() -> None:
     port = 0
-    for _ in range(100):
+    for _ in range(20):
         async with open_listener([V4], port) as listener:
             port = listener.port
     async with open_listener([V4], port), open_dialler(V4, port) as dialler:

@@ -157,7 +157,7 @@ async def test_two_messages_of_one_burst_are_both_answered_though_nobody_waited_
         async with open_listener([HOST], 0) as listener:
             client.connect(f"tcp://{HOST}:{listener.port}")
             assert listener._transport is not None
-            for _ in range(50):
+            for _ in range(20):
                 client.send(b"one")
                 client.send(b"other")
                 while not listener._transport.settle():
@@ -203,7 +203,7 @@ async def receive_while_sending(rounds: int) -> None:
 
 @pytest.mark.deterministic
 async def test_a_send_does_not_take_the_wake_up_of_a_message_that_comes_meanwhile() -> None:
-    await receive_while_sending(rounds=50)
+    await receive_while_sending(rounds=10)
 
 
 @pytest.mark.deterministic
