@@ -247,9 +247,8 @@ class StockServer:
         data = self.entries[key].data
         peer = self.engine.add_peer(Descriptor(request["engine_desc_packed"], request["mem_desc_packed"]))
         extent = self._room.allocate(len(data), OUTBOUND)
-        buffer = self.engine.region.buffer
-        assert buffer is not None
-        buffer[extent.offset : extent.offset + len(data)] = data
+        place = self.engine.region.tensor[extent.offset : extent.offset + len(data)]
+        place.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         try:
             await self.engine.write(peer, Write(extent.offset, request["dst_offset"], len(data)))
         except TransferFailed:
