@@ -36,7 +36,7 @@ from rig import (
 )
 from trio.testing import MockClock
 
-from trio_mori import BindFailed, ConfigError, ConnectorClosed, NotReady, open_connector
+from trio_mori import BindFailed, ConnectorClosed, NotReady, open_connector
 from trio_mori._errors import TrioMoriError
 from trio_mori.testing import MemoryFabric
 
@@ -339,13 +339,6 @@ async def test_a_cancelled_scope_opens_and_closes_without_a_trace() -> None:
                     raise AssertionError
             async with open_connector(sender_config(), engine=engine) as connector:
                 await connector.put("0", "1", "k", b"x")
-
-
-async def test_payload_types_that_are_none_are_refused_plainly() -> None:
-    async with MemoryFabric().open() as engine:
-        with pytest.raises((TypeError, ConfigError)):
-            async with open_connector(sender_config(), engine=engine, payload_types=[3]):  # type: ignore[list-item]
-                raise AssertionError
 
 
 async def test_stock_requests_during_the_close_do_no_harm() -> None:

@@ -10,13 +10,15 @@ from . import _payload, _stock_payload
 from ._buffer import ManagedBuffer
 from ._errors import ConnectorClosed
 from ._lease import Lease
+from ._payload import Restored
+from ._payload_types import PayloadTypes
 from ._protocol.inbox import Interest, State
 
 
 class _Taker(Protocol):
     """What an arrival needs of its receiver."""
 
-    def restore(self, interest: Interest, source: torch.Tensor) -> object: ...
+    def restore(self, interest: Interest, source: torch.Tensor) -> Restored: ...
 
     def finish(self, interest: Interest) -> None: ...
 
@@ -35,11 +37,14 @@ class Arrival:
     Attributes:
         key: Its full key, ``{key}@{from}_{to}``.
         size: Its bytes in the pool.
+        unlisted_types: After `restore`: struct types in it that `payload_types` does not list; their instances came as
+            dicts or tuples.
     """
 
     def __init__(self, taker: _Taker, interest: Interest, source: torch.Tensor) -> None:
         self.key = interest.key
         self.size = interest.size
+        self.unlisted_types: tuple[str, ...] = ()
         self._taker = taker
         self._interest = interest
         self._source = source
@@ -55,7 +60,9 @@ class Arrival:
 
     def restore(self) -> object:
         """The payload, in memory of its own."""
-        return self._taker.restore(self._interest, self._source)
+        restored = self._taker.restore(self._interest, self._source)
+        self.unlisted_types = restored.unknown_types
+        return restored.value
 
     def finish(self) -> None:
         """Let the sender forget it.
@@ -116,7 +123,7 @@ class StockArrival:
     def keep(self) -> Lease:
         """Have it where it arrived instead of a copy. Release `Lease.buffer` when it is not needed any more."""
         header = _payload.plan(torch.empty(self.size, dtype=torch.uint8)).header if self.is_raw else None
-        return Lease(self.buffer, header, {})  # the stock form restores no struct types
+        return Lease(self.buffer, header, PayloadTypes(()))  # the stock form restores no struct types
 
     def give_back(self) -> None:
         """It is not wanted after all, and lost."""

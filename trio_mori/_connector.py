@@ -21,7 +21,7 @@ from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
 from ._lease import Lease
 from ._payload import Plan
-from ._payload_structs import type_name
+from ._payload_types import PayloadTypes
 from ._pool import Pool
 from ._port import Port, open_port
 from ._protocol import wire
@@ -473,11 +473,7 @@ async def open_connector(
     """
     if not isinstance(config, ConnectorConfig):
         config = ConnectorConfig.from_dict(config)
-    types = {}
-    for each in payload_types:
-        if not isinstance(each, type):
-            raise TypeError(f"payload_types lists {each!r}, which is no type; give the classes themselves")
-        types[type_name(each)] = each
+    types = PayloadTypes(payload_types)
     async with AsyncExitStack() as stack:
         # In a thread: a name is looked up, which may take as long as the resolver likes.
         hosts = await trio.to_thread.run_sync(partial(resolve_host, config.host, advertise=config.advertise_host))

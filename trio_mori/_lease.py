@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from . import _payload, _stock_payload
+from . import _stock_payload
 from ._buffer import ManagedBuffer
+from ._payload_types import PayloadTypes
 
 
 class Lease:
@@ -16,7 +17,7 @@ class Lease:
     Tensors taken from it alias the pool. They must be gone when the block ends: delete them or copy what is to stay.
     """
 
-    def __init__(self, buffer: ManagedBuffer, header: bytes | None, payload_types: Mapping[str, type]) -> None:
+    def __init__(self, buffer: ManagedBuffer, header: bytes | None, payload_types: PayloadTypes) -> None:
         self.buffer = buffer
         self._header = header
         self._payload_types = payload_types
@@ -46,4 +47,4 @@ class Lease:
         """
         if self._header is None:
             return _stock_payload.stock_decode(self.buffer.to_bytes())
-        return _payload.restore(self._header, self.buffer.tensor, payload_types=self._payload_types, copy=False).value
+        return self._payload_types.restore(self._header, self.buffer.tensor, copy=False).value

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 import torch
 import trio
 
-from . import _payload
 from ._arrival import Arrival, StockArrival
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
@@ -28,6 +27,8 @@ from ._errors import (
     TrioMoriError,
 )
 from ._lease import Lease
+from ._payload import Restored
+from ._payload_types import PayloadTypes
 from ._pool import INLINE_COPY, Pool
 from ._protocol import inbox as book
 from ._protocol import wire
@@ -59,7 +60,7 @@ class Receiver:
         pool: Pool,
         nursery: trio.Nursery,
         deployment: wire.Deployment,
-        payload_types: Mapping[str, type],
+        payload_types: PayloadTypes,
     ) -> None:
         size = pool.extents.size
         self.traffic = Traffic()
@@ -74,7 +75,7 @@ class Receiver:
         self._pool = pool
         self.nursery = nursery
         self.deployment = deployment
-        self._payload_types = payload_types
+        self.payload_types = payload_types
         self._closing = False
         self._placing = False
         self._settled = trio.Event()
@@ -183,9 +184,9 @@ class Receiver:
         source = self._pool.region.tensor[:0] if extent is None else self._pool.tensor(extent, interest.size)
         return Arrival(self, interest, source)
 
-    def restore(self, interest: Interest, source: torch.Tensor) -> object:
+    def restore(self, interest: Interest, source: torch.Tensor) -> Restored:
         """The payload that came, in memory of its own. In any thread."""
-        return _payload.restore(interest.header, source, payload_types=self._payload_types).value
+        return self.payload_types.restore(interest.header, source)
 
     def finish(self, interest: Interest) -> None:
         """It has been copied: the sender may forget it."""
@@ -216,7 +217,7 @@ class Receiver:
         assert extent is not None
         self.note_progress()
         self.flush()
-        return Lease(self.buffer(extent, interest.size), interest.header, self._payload_types)
+        return Lease(self.buffer(extent, interest.size), interest.header, self.payload_types)
 
     def buffer(self, extent: Extent, size: int) -> ManagedBuffer:
         """Hand memory that was acknowledged to a caller."""
