@@ -6,9 +6,9 @@ lists, and memory that is deregistered while transfers are under way.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import os
+import weakref
 
 import attrs
 import msgspec
@@ -145,6 +145,7 @@ class Fabric:
         asked: How often they are asked before they have it.
         unreachable: Keys that no connection can be made to.
         failures: Events that engines will report.
+        tensors: Registered memory that is still there, by its address.
     """
 
     StatusCode = StatusCode
@@ -159,6 +160,7 @@ class Fabric:
         self.devices: list[str | None] = []
         self.configs: list[RdmaBackendConfig] = []
         self.engines: dict[str, IOEngine] = {}
+        self.tensors: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.nics = True
         self.fate = StatusCode.SUCCESS
         self.asked = 0
@@ -212,10 +214,11 @@ class IOEngine:
     def register_torch_tensor(self, tensor: torch.Tensor) -> MemoryDesc:
         assert self._backend
         assert tensor.is_contiguous()
-        one = MemoryDesc(
-            self._desc.key, len(self._memory), -1, "", tensor.data_ptr(), tensor.nbytes, MemoryLocationType.CPU
-        )
+        location = MemoryLocationType.CPU if tensor.is_cpu else MemoryLocationType.GPU
+        number = len(self._memory)
+        one = MemoryDesc(self._desc.key, number, tensor.get_device(), "", tensor.data_ptr(), tensor.nbytes, location)
         self._memory.append(one)
+        self._fabric.tensors[one.data] = tensor
         return one
 
     def deregister_memory(self, desc: MemoryDesc) -> None:
@@ -245,8 +248,14 @@ class IOEngine:
                 assert 0 <= start <= source.size - count, "Mori does not check this"
                 assert 0 <= end <= target.size - count, "Mori does not check this"
                 if self._fabric.fate in (StatusCode.SUCCESS, StatusCode.IN_PROGRESS):
-                    ctypes.memmove(target.data + end, source.data + start, count)
+                    self._copy(source, start, target, end, count)
             statuses.append(TransferStatus(self._fabric.fate, "as the test wants", self._fabric.asked))
         self._fabric.statuses += statuses
         self._posted += statuses
         return [] if self._fabric.short else statuses
+
+    def _copy(self, source: MemoryDesc, start: int, target: MemoryDesc, end: int, count: int) -> None:
+        tensors = self._fabric.tensors
+        tensors[target.data][end : end + count].copy_(tensors[source.data][start : start + count])
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 from mori_lane import open_xgmi
@@ -21,12 +21,16 @@ class MoriFabric(MemoryFabric):
         super().__init__()
         self._devices = itertools.cycle(("cuda:0", "cuda:1"))
 
+    def open_real(self, size: int) -> AbstractAsyncContextManager[Engine]:
+        """What moves the bytes."""
+        return open_xgmi(size, next(self._devices))
+
     def enter(self, engine: MemoryEngine) -> bytes:
         return b""  # it has no name yet
 
     @asynccontextmanager
     async def open(self, *, pool_size: int = 1 << 20, inline: bool = True) -> AsyncIterator[MemoryEngine]:
-        async with open_xgmi(pool_size, next(self._devices)) as real:
+        async with self.open_real(pool_size) as real:
             engine = self._engines[real.descriptor.engine] = CommandedEngine(self, real)
             try:
                 yield engine

@@ -1,0 +1,48 @@
+"""The connector's own tests, among themselves and with stock peers, for engines that are not made of memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import rig
+import stock_peers
+import test_connector
+import test_connector_close
+import test_connector_memory
+import test_connector_roles
+import test_stock_interop
+
+from trio_mori.testing import MemoryFabric
+
+SUITE = (test_connector, test_connector_close, test_connector_memory, test_connector_roles, test_stock_interop)
+
+OTHERS = {
+    # They start processes, whose pools are in host memory.
+    "test_a_sender_process_that_is_killed_is_lost_after_peer_timeout_or_replaced_by_the_next",
+    "test_a_sender_process_that_is_stopped_is_lost_for_each_get_and_may_go_on",
+    # It counts the tasks of everybody, and an engine of Mori has one.
+    "test_receivers_beyond_max_peers_push_out_those_that_are_gone_without_a_trace",
+}
+
+ALL = [(name, test) for module in SUITE for name, test in vars(module).items() if name.startswith("test_")]
+assert len(ALL) == len(dict(ALL)), "two tests with one name"
+assert dict(ALL).keys() >= OTHERS, "one that is left out is not there"
+
+TESTS = {name: test for name, test in ALL if name not in OTHERS}
+
+count_descriptors = test_connector_close.open_descriptors
+
+
+def open_descriptors() -> int:
+    """An emulated pool is a descriptor, until its tensor is gone."""
+    gc.collect()
+    return count_descriptors()
+
+
+def over(fabric: Callable[[], MemoryFabric], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on these tests take such a fabric."""
+    for module in (rig, stock_peers, *SUITE):
+        monkeypatch.setattr(module, "MemoryFabric", fabric, raising=False)
+    monkeypatch.setattr(test_connector_close, "open_descriptors", open_descriptors)
