@@ -122,6 +122,13 @@ class ReceiverDesk:
         if welcomed:
             self.welcome()
 
+    @classmethod
+    def full(cls, *, free: int = 2) -> ReceiverDesk:
+        """One with a few free units of eight, which names no destinations ahead of the data."""
+        desk = cls(units=8, prepost=0)
+        desk.occupy(8 - free)
+        return desk
+
     @property
     def clean(self) -> bool:
         """Whether the pool is wholly free."""
@@ -157,8 +164,23 @@ class ReceiverDesk:
         assert interest.state is State.ARRIVED
         return interest
 
+    def offered(self, units: int = 3) -> Interest:
+        """A get whose payload waits at the sender for room here."""
+        interest = self.get()
+        self.hear(wire.Ready(interest.id, 1, units * UNIT))
+        assert interest.state is State.OFFERED
+        self.said()
+        return interest
+
     def occupy(self, units: int) -> Extent:
         return self.pool.allocate(units * UNIT, INBOUND)
 
 
-__all__ = ["EPOCH", "KEY", "REGION", "UNIT", "Channel", "ReceiverDesk", "SenderDesk", "limits"]
+def fetch_of(interest: Interest) -> wire.Fetch:
+    """How it is asked for, with the destination that it has."""
+    extent = interest.extent
+    offset, capacity = (0, 0) if extent is None else (extent.offset, extent.size)
+    return wire.Fetch(interest.id, interest.key, interest.round, offset, capacity)
+
+
+__all__ = ["EPOCH", "KEY", "REGION", "UNIT", "Channel", "ReceiverDesk", "SenderDesk", "fetch_of", "limits"]
