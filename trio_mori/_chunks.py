@@ -1,33 +1,61 @@
 """Chunk streams: the payloads of one request on one edge, in order, with an end that always gets through.
 
 Each chunk is one payload under the key ``{request}_{stage}_{n}``, wrapped with a mark that says whether it is a chunk,
-the end, or the end by a failure.
+the end, or the end by a failure, and with the number of its stream: a request id may be used again, while what nobody
+read of an earlier stream still lies under the same keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
+from functools import partial
+from itertools import count
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
+import attrs
 import trio
 
-from ._errors import InternalError, RemoteProtocolError, StreamFailed, TrioMoriError
-from ._protocol.keys import chunk_key
+from ._errors import Misuse, RemoteProtocolError, StreamFailed, TrioMoriError
+from ._protocol.keys import chunk_key, full_key
 
 # How long the terminal chunk of a stream whose block was cancelled may wait for room. It is a few bytes: if there is
 # no room for them in this time, the receivers do not read, and their own deadlines tell them.
 TERMINAL_GRACE = 2.0
 
 
+# Numbers of the streams that this process sends, rising. A receiver compares them within one life of the sender.
+_numbers = count()
+
+
 class _Mark(IntEnum):
-    """First item of each chunk's payload."""
+    """What a chunk's payload is."""
 
     CHUNK = 0
-    END = 1
-    FAILED = 2
+    END = 1  # with the number of chunks before it
+    FAILED = 2  # with the reason
+
+
+@attrs.frozen
+class _Wrapped:
+    """What travels, as a plain tuple.
+
+    Attributes:
+        stream: The number of its stream.
+    """
+
+    mark: _Mark
+    stream: int
+    content: object
+
+    @staticmethod
+    def of(payload: object) -> _Wrapped | None:
+        """What came; None if no chunk sender sent it."""
+        if isinstance(payload, tuple) and len(payload) == 3 and payload[0] in (0, 1, 2) and type(payload[1]) is int:
+            return _Wrapped(_Mark(payload[0]), payload[1], payload[2])
+        return None
 
 
 class Incoming(Protocol):
@@ -62,7 +90,9 @@ class ChunkSender:
         self._request_id = request_id
         self._from_stage = from_stage
         self._to_stage = to_stage
+        self._stream = next(_numbers)
         self._sent = 0
+        self._is_sending = False
         self._ended = False
 
     @property
@@ -76,34 +106,44 @@ class ChunkSender:
         Cancellation: before it returns, and then the chunk was not sent; the stream goes on with the same number.
 
         Raises:
-            as `Connector.put`.
+            Misuse: after the end, or while another task sends.
+            others: as `Connector.put`.
         """
         if self._ended:
-            raise InternalError(f"send on the stream of {self._request_id!r} after its end")
-        await self._put((int(_Mark.CHUNK), chunk))
+            raise Misuse(f"a chunk of {self._request_id!r} was sent after the end of its stream; send within the block")
+        if self._is_sending:
+            raise Misuse(
+                f"two tasks send chunks of {self._request_id!r} at once, so that they have no order; let one do it"
+            )
+        self._is_sending = True
+        try:
+            await self._put(_Mark.CHUNK, chunk)
+        finally:
+            self._is_sending = False
         self._sent += 1
 
-    async def _put(self, data: object) -> None:
+    async def _put(self, mark: _Mark, content: object) -> None:
         key = chunk_key(self._request_id, self._from_stage, self._sent)
-        await self._connector.put(self._from_stage, self._to_stage, key, data)
+        await self._connector.put(self._from_stage, self._to_stage, key, (int(mark), self._stream, content))
 
     async def _end(self, error: BaseException | None) -> None:
         """Send the terminal chunk. A cancellation does not stop it: then it is sent shielded, and bounded."""
         self._ended = True
+        if self._is_sending:
+            raise Misuse(f"the stream of {self._request_id!r} was left while another task sends on it; wait for it")
         if error is None:
-            last: tuple[int, object] = (int(_Mark.END), self._sent)
             try:
-                await self._put(last)
+                await self._put(_Mark.END, self._sent)
             except trio.Cancelled:
-                await self._put_shielded(last)
+                await self._put_shielded(_Mark.END, self._sent)
                 raise
         else:
             reason = "cancelled" if isinstance(error, trio.Cancelled) else f"{type(error).__name__}: {error}"
-            await self._put_shielded((int(_Mark.FAILED), reason))
+            await self._put_shielded(_Mark.FAILED, reason)
 
-    async def _put_shielded(self, data: object) -> None:
+    async def _put_shielded(self, mark: _Mark, content: object) -> None:
         with trio.move_on_after(TERMINAL_GRACE, shield=True):
-            await self._put(data)
+            await self._put(mark, content)
 
 
 @asynccontextmanager
@@ -118,7 +158,7 @@ async def open_chunk_sender(
         try:
             await sender._end(error)
         except TrioMoriError as second:
-            raise error from second
+            raise error from error.__cause__ or second
         raise
     await sender._end(None)
 
@@ -135,9 +175,11 @@ class ChunkReceiver:
         self._from_stage = from_stage
         self._to_stage = to_stage
         self._received = 0
-        self._ended = False
+        self._stream: int | None = None  # the number of the one that is received
         self._epoch: bytes | None = None  # of the sender; the stream does not outlive it
-        self._incoming: Incoming | None = self._ask(0)
+        self._incoming: Incoming | None = None
+        self._is_receiving = False
+        self._end: Callable[[], Exception] | None = None  # what is raised from now on
 
     @property
     def received(self) -> int:
@@ -154,48 +196,73 @@ class ChunkReceiver:
 
         Raises:
             StopAsyncIteration: after the terminal chunk.
-            StreamFailed: the sending stage ended the stream by a failure; says which.
+            StreamFailed: the sending stage ended the stream by a failure, or began another one for this request; says
+                which. So does every later call.
             PeerRestarted: the sending process was replaced; what it had not delivered is lost.
+            Misuse: after the block, or while another task receives.
             others: as `Connector.get`.
         """
-        if self._ended:
-            raise StopAsyncIteration
-        if self._incoming is None:
-            self._incoming = self._ask(self._received)
-        incoming, self._incoming = self._incoming, None
-        mark, content = self._unwrap(await incoming.receive())
-        self._epoch = incoming.epoch
-        if mark is _Mark.CHUNK:
+        if self._end is not None:
+            raise self._end()
+        if self._is_receiving:
+            raise Misuse(
+                f"two tasks receive chunks of {self._request_id!r} at once, so that they have no order; let one do it"
+            )
+        self._is_receiving = True
+        try:
+            chunk = await self._receive()
+        finally:
+            self._is_receiving = False
+        if chunk.mark is _Mark.CHUNK:
             self._received += 1
             with suppress(TrioMoriError):  # what is wrong with the next one, its own call says
-                self._incoming = self._ask(self._received)
-            return content
-        self._ended = True
-        if mark is _Mark.END:
-            if content != self._received:
-                raise RemoteProtocolError(
-                    f"the stream of {self._request_id!r} ended after {content} chunks, but {self._received} came"
-                )
-            raise StopAsyncIteration
-        raise StreamFailed(
-            f"stage {self._from_stage} ended the stream of {self._request_id!r} after {self._received} chunks: "
-            f"{content}",
-            request_id=self._request_id,
-            reason=str(content),
-        )
+                self._ask()
+            return chunk.content
+        if chunk.mark is _Mark.FAILED:
+            self._fail(str(chunk.content))
+        if chunk.content != self._received:
+            self._break(f"it ended after {chunk.content} chunks, but {self._received} came")
+        self._end = StopAsyncIteration
+        raise StopAsyncIteration
 
-    def _ask(self, number: int) -> Incoming:
-        key = chunk_key(self._request_id, self._from_stage, number)
-        return self._connector._ask(self._from_stage, self._to_stage, key, self._epoch)
+    async def _receive(self) -> _Wrapped:
+        while True:
+            incoming = self._incoming or self._ask()
+            self._incoming = None
+            payload = await incoming.receive()
+            self._epoch = incoming.epoch
+            chunk = _Wrapped.of(payload)
+            if chunk is None:
+                self._break(f"{self._key()!r} is consumed, but no chunk sender sent it; use get for such keys")
+            if self._stream is None:
+                self._stream = chunk.stream
+            if chunk.stream == self._stream:
+                return chunk
+            if chunk.stream > self._stream:
+                self._fail("another stream of this request took its place; one at a time can be sent on an edge")
+            # Left over from an earlier stream of this request, which nobody read to its end.
 
-    def _unwrap(self, payload: object) -> tuple[_Mark, object]:
-        if isinstance(payload, tuple) and len(payload) == 2 and payload[0] in (0, 1, 2):
-            return _Mark(payload[0]), payload[1]
-        raise RemoteProtocolError(
-            f"chunk {self._received} of {self._request_id!r} was not sent by a chunk sender; use get for its key"
-        )
+    def _ask(self) -> Incoming:
+        key = chunk_key(self._request_id, self._from_stage, self._received)
+        self._incoming = self._connector._ask(self._from_stage, self._to_stage, key, self._epoch)
+        return self._incoming
+
+    def _key(self) -> str:
+        key = chunk_key(self._request_id, self._from_stage, self._received)
+        return full_key(key, self._from_stage, self._to_stage)
+
+    def _fail(self, reason: str) -> NoReturn:
+        after = f"after {self._received} chunks"
+        text = f"stage {self._from_stage} ended the stream of {self._request_id!r} {after}: {reason}"
+        self._end = partial(StreamFailed, text, request_id=self._request_id, reason=reason)
+        raise self._end()
+
+    def _break(self, text: str) -> NoReturn:
+        self._end = partial(RemoteProtocolError, f"the stream of {self._request_id!r} is broken: {text}")
+        raise self._end()
 
     def __enter__(self) -> ChunkReceiver:
+        self._ask()
         return self
 
     def __exit__(
@@ -204,7 +271,7 @@ class ChunkReceiver:
         if self._incoming is not None:
             self._incoming.give_back()
             self._incoming = None
-        self._ended = True
+        self._end = partial(Misuse, f"a chunk of {self._request_id!r} was asked for after its block; receive within it")
 
 
 @asynccontextmanager
