@@ -319,4 +319,4 @@ class Books(RuleBasedStateMachine):
 
 
 class TestBooks(Books.TestCase):
-    settings = settings(stateful_step_count=80)
+    settings = settings(stateful_step_count=64)
