@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import mori_standin
 import pytest
@@ -110,6 +114,66 @@ async def test_without_mori_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 @deterministic
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "raise ImportError('libpci.so.3: cannot open shared object file')",
+            r"does not load: libpci\.so\.3.*ROCm 7.*ldd",
+        ),
+        ("raise OSError('libamdhip64.so.7: cannot open shared object file')", r"does not load: libamdhip64\.so\.7"),
+        ("import nowhere_to_be_found", "does not load: No module named 'nowhere_to_be_found'"),
+        ("", r"is not the mori of amd-mori.*pip install amd-mori"),
+    ],
+)
+async def test_a_mori_that_is_broken_or_another_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    (tmp_path / "mori").mkdir()
+    (tmp_path / "mori" / "__init__.py").write_text("")
+    (tmp_path / "mori" / "io.py").write_text(source)
+    for name in ("mori", "mori.io"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with pytest.raises(EngineUnavailable, match=reason) as refused:
+            async with open_engine("rdma", pool_size=SIZE):
+                pass
+        assert isinstance(refused.value, ImportError)
+    finally:
+        for name in ("mori", "mori.io"):
+            sys.modules.pop(name, None)
+
+
+@deterministic
+async def test_the_environment_is_as_before_when_the_backend_cannot_be_made(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MORI_RDMA_DEVICES", raising=False)
+    fabric.nics = False
+    with pytest.raises(EngineUnavailable, match="named 'mlx5_0,mlx5_1'"):
+        async with open_engine("rdma", pool_size=SIZE, options=OPTIONS):
+            pass
+    assert "MORI_RDMA_DEVICES" not in os.environ
+
+
+@deterministic
+def test_engines_of_several_threads_never_see_each_others_devices(fabric: Fabric) -> None:
+    fabric.slow = 0.002
+
+    async def open_and_close(devices: str) -> None:
+        for _ in range(5):
+            async with open_engine("rdma", pool_size=SIZE, options={"rdma_devices": devices}):
+                pass
+
+    names = ["mlx5_0", "mlx5_1", "mlx5_2"]
+    with ThreadPoolExecutor(len(names)) as threads:
+        list(threads.map(partial(trio.run, open_and_close), names))
+    assert sorted(fabric.devices) == sorted(names * 5)
+    assert "MORI_RDMA_DEVICES" not in os.environ
+
+
+@deterministic
 @pytest.mark.parametrize("fate", [code for code in StatusCode if code not in (0, 2)])
 async def test_whatever_is_not_success_is_an_error_with_mori_s_words(fabric: Fabric, fate: StatusCode) -> None:
     with trio.fail_after(10):
@@ -122,13 +186,48 @@ async def test_whatever_is_not_success_is_an_error_with_mori_s_words(fabric: Fab
 
 
 @deterministic
-async def test_a_missing_status_is_a_failure(fabric: Fabric) -> None:
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("first", [True, False])
+async def test_no_status_or_several_are_a_failure(fabric: Fabric, count: int, first: bool) -> None:
     with trio.fail_after(10):
         async with pair() as (engine, _, peer):
-            fabric.short = True
+            if not first:
+                await engine.write(peer, Write(0, 0, 100))
+            fabric.count = count
             with pytest.raises(TransferFailed, match="no status") as failed:
                 await engine.write(peer, Write(0, 0, 100))
             assert not failed.value.settled
+
+
+@deterministic
+async def test_what_mori_raises_for_a_peer_that_was_reached_before_is_carried_over(fabric: Fabric) -> None:
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer):
+            await engine.write(peer, Write(0, 0, 100))
+            fabric.unreachable.add(peer.engine.key)
+            with pytest.raises(TransferFailed, match="cannot connect") as failed:
+                await engine.write(peer, Write(0, 0, 100))
+            assert not failed.value.settled
+            assert isinstance(failed.value.__cause__, RuntimeError)
+
+
+@deterministic
+async def test_what_mori_raises_when_it_is_asked_is_carried_over(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(mori_standin.TransferStatus):
+        def WaitFor(self, timeout_ms: int = -1) -> StatusCode:
+            if threading.current_thread() is threading.main_thread():
+                return StatusCode.IN_PROGRESS
+            raise RuntimeError("the status is broken")
+
+    monkeypatch.setattr(mori_standin, "TransferStatus", Broken)
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer):
+            with pytest.raises(TransferFailed, match="the status is broken") as failed:
+                await engine.write(peer, Write(0, 0, 100))
+            assert not failed.value.settled
+            assert isinstance(failed.value.__cause__, RuntimeError)
 
 
 @deterministic
@@ -173,6 +272,60 @@ async def test_a_lost_peer_fails_its_transfers_at_once_and_close_waits_for_their
 
 
 @deterministic
+async def test_a_lost_peer_is_connected_to_again_and_forgotten_when_it_is_dropped(fabric: Fabric) -> None:
+    with trio.fail_after(10):
+        async with pair() as (engine, other, peer):
+            home = fabric.engines[engine._desc.key]
+            await engine.write(peer, Write(0, 0, 100))
+            fabric.fate = StatusCode.IN_PROGRESS
+            fabric.failures.append(PeerFailureEvent(peer.engine.key, PeerFailureReason.PEER_UNREACHABLE))
+            with pytest.raises(TransferFailed, match="PEER_UNREACHABLE"):
+                await engine.write(peer, Write(0, 0, 100))
+            fabric.statuses[-1].code = fabric.fate = StatusCode.SUCCESS
+            await engine.write(peer, Write(0, 200, 100))
+            assert same(engine, 0, other, 200, 100)
+            for lost in (False, True):
+                again = engine.add_peer(other.descriptor)
+                await engine.write(again, Write(0, 0, 100))
+                if lost:
+                    fabric.fate = StatusCode.IN_PROGRESS
+                    fabric.failures.append(PeerFailureEvent(peer.engine.key, PeerFailureReason.PEER_UNREACHABLE))
+                    with pytest.raises(TransferFailed, match="PEER_UNREACHABLE"):
+                        await engine.write(again, Write(0, 0, 100))
+                    fabric.statuses[-1].code = StatusCode.SUCCESS
+                assert home.remotes
+                engine.drop_peer(again)
+                assert not home.remotes
+
+
+@deterministic
+async def test_a_mori_that_does_not_tell_of_lost_peers_will_do(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mori_standin.IOEngine, "pop_peer_failure")
+    monkeypatch.setattr(_mori_transfers, "INLINE", 0)
+    with trio.fail_after(10):
+        async with pair() as (engine, other, peer):
+            fabric.asked = 5
+            await engine.write(peer, Write(0, 0, 100))
+            assert same(engine, 0, other, 0, 100)
+
+
+@deterministic
+async def test_nothing_proves_the_end_of_a_peer_of_rdma(fabric: Fabric) -> None:
+    with trio.fail_after(10):
+        async with open_engine("rdma", pool_size=SIZE) as engine:
+            async with open_engine("rdma", pool_size=SIZE) as gone:
+                peer = engine.add_peer(gone.descriptor)
+                engine.drop_peer(peer)
+                descriptor = gone.descriptor
+            peer = engine.add_peer(descriptor)  # as of a process elsewhere
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(engine.wait_fenced, peer)
+                await wait_all_tasks_blocked()
+                assert nursery.child_tasks
+                nursery.cancel_scope.cancel()
+
+
+@deterministic
 async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> None:
     with trio.fail_after(10):
         async with pair() as (engine, _, peer), open_engine("rdma", pool_size=SIZE) as third:
@@ -205,6 +358,7 @@ async def test_no_write_is_forgotten_however_often_the_sweep_is_held_up(
                 await engine.write(peer, Write(0, 0, 100))
 
 
+@deterministic
 @pytest.mark.parametrize("ticks", range(6))
 async def test_a_write_that_is_abandoned_at_any_moment_ends_at_once(fabric: Fabric, ticks: int) -> None:
     async def write() -> None:
