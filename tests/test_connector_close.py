@@ -399,7 +399,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_twenty_rounds_leak_no_descriptor_task_thread_or_object() -> None:
+async def test_ten_rounds_leak_no_descriptor_task_thread_or_object() -> None:
     connectors: list[weakref.ref[object]] = []
 
     async def round_trip() -> None:
@@ -416,7 +416,7 @@ async def test_twenty_rounds_leak_no_descriptor_task_thread_or_object() -> None:
     for _ in range(3):
         await round_trip()
     before = open_descriptors(), tasks(), threading.active_count()
-    for _ in range(20):
+    for _ in range(10):
         await round_trip()
     await wait_until(lambda: open_descriptors() <= before[0])
     assert (tasks(), threading.active_count()) == before[1:]
@@ -484,7 +484,7 @@ def assert_typed(error: BaseException | None) -> None:
 
 
 async def test_whatever_is_going_on_when_a_connector_closes_ends_with_a_typed_error_or_well() -> None:
-    for ticks in range(0, 40, 3):
+    for ticks in range(0, 40, 7):
         async with open_stages(8 * POOL) as (source, target), trio.open_nursery() as nursery:
             outcomes = []
             for number in range(10):

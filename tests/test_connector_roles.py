@@ -131,7 +131,7 @@ async def test_a_receiver_gets_from_two_senders_whatever_the_other_does() -> Non
             stuck = await one.connector.put("0", "2", "stuck", filled(1000))
             outcome = begin(nursery, target.connector.get, "0", "2", "stuck", stuck.metadata)
             await wait_until(lambda: one.engine.held)
-            for number in range(50):
+            for number in range(20):
                 receipt = await two.connector.put("1", "2", f"k{number}", filled(1000, number))
                 value = await target.connector.get("1", "2", f"k{number}", receipt.metadata)
                 assert torch.equal(value, filled(1000, number))
@@ -164,8 +164,8 @@ async def test_two_receivers_of_one_sender_each_get_their_own_and_share_a_key_in
 
 
 @deterministic
-async def test_three_stages_move_hundreds_of_chunks_with_the_middle_one_busy_both_ways() -> None:
-    requests, chunks = 40, 5
+async def test_three_stages_move_a_hundred_chunks_with_the_middle_one_busy_both_ways() -> None:
+    requests, chunks = 25, 4
 
     def payload(request: int, chunk: int) -> torch.Tensor:
         return torch.arange(64, dtype=torch.int32) + request * 100 + chunk
@@ -267,7 +267,7 @@ async def test_two_stages_that_send_to_each_other_work_and_close_in_any_order() 
                 one = await start_stage(nursery, fabric, role="both")
                 two = await start_stage(nursery, fabric, role="both", **to(one))
                 one.connector.update_sender_info("127.0.0.1", two.port)
-                for number in range(20):
+                for number in range(5):
                     await one.connector.put("0", "1", f"a{number}", b"a")
                     await two.connector.put("1", "0", f"b{number}", b"b")
                     assert await two.connector.get("0", "1", f"a{number}") == b"a"

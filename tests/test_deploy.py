@@ -174,7 +174,6 @@ def test_an_address_in_the_file_is_dialled_unless_the_sender_has_another(load: L
     assert there.address == "tcp://10.0.0.4:9"
 
 
-@deterministic
 @pytest.mark.parametrize("extra", ["", "    extra:\n", "    extra: {}\n"])
 @pytest.mark.parametrize(("name", "engine"), [("TrioMoriConnector", "shm"), ("MoriTransferEngineConnector", "rdma")])
 def test_a_connector_without_keys_means_the_defaults_of_its_name(
@@ -383,7 +382,6 @@ def test_a_role_in_the_file_is_refused_where_the_edges_say_another(load: Load) -
 # --- what a file may not say ---
 
 
-@deterministic
 @pytest.mark.parametrize(
     ("keys", "key", "words"),
     [
@@ -411,7 +409,6 @@ def test_a_bad_value_is_named_with_its_file_line_and_path(load: Load, keys: str,
     assert words in str(error)
 
 
-@deterministic
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
@@ -445,7 +442,6 @@ def test_a_malformed_file_is_refused_with_its_line(load: Load, text: str, line: 
     assert words in message
 
 
-@deterministic
 @pytest.mark.parametrize(
     "text", ['a: !!int ""', "a: 2001-99-99", "a: !!timestamp x", "a: !!bool x", "[" * 1000, "\x00"]
 )
@@ -463,7 +459,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_deploy(tmp_path / "deploy.yaml")
 
 
-@deterministic
 @pytest.mark.parametrize("key", ["from_stage_x", "from_stage_", "to_stage_0", "from_stage_-1", "stage_0", "7"])
 def test_a_key_that_names_no_stage_is_refused(load: Load, key: str) -> None:
     text = two_stages().replace("from_stage_0", key)
@@ -472,7 +467,6 @@ def test_a_key_that_names_no_stage_is_refused(load: Load, key: str) -> None:
     assert "give from_stage_N, N being a stage_id" in str(error)
 
 
-@deterministic
 @pytest.mark.parametrize("value", ["7", "[]", "null", "true"])
 def test_an_edge_goes_through_a_name_or_a_definition(load: Load, value: str) -> None:
     error = refused(load, two_stages(source=value))
@@ -489,7 +483,6 @@ def test_an_undefined_connector_is_refused_with_those_that_are_defined(load: Loa
     ) in str(refused(load, text))
 
 
-@deterministic
 @pytest.mark.parametrize("other", ["wire", "{name: TrioMoriConnector}"])
 def test_both_ends_of_an_edge_name_the_same_connector(load: Load, other: str) -> None:
     text = two_stages(source=other, rest="  wire: {name: TrioMoriConnector}\n")

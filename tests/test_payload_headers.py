@@ -29,11 +29,12 @@ from trio_mori._payload import plan, restore
 from trio_mori._payload_format import INLINE_HEADER
 from trio_mori._payload_scan import bound_items
 
-pytestmark = pytest.mark.deterministic
+deterministic = pytest.mark.deterministic
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
+@deterministic
 def test_a_type_that_is_not_listed_arrives_as_a_dict_and_is_named() -> None:
     data = [frame(Cell(1), "n"), Frozen(2), Record(3), Pair(4, 5)]
     arrived = sent(data, ())
@@ -64,6 +65,7 @@ def test_a_name_from_the_wire_is_neither_imported_nor_called(name: str, flavour:
     assert set(sys.modules) == loaded
 
 
+@deterministic
 @pytest.mark.parametrize(
     "header",
     [
@@ -79,11 +81,13 @@ def test_a_listed_type_with_other_fields_is_refused(header: bytes) -> None:
         restore(header, NOTHING, payload_types=STRUCTS)
 
 
+@deterministic
 def test_fields_are_matched_by_name() -> None:
     arrived = restore(header_of(3, "payloads:Pair", ["second", "first"], [2, 1]), NOTHING, payload_types=[Pair])
     assert arrived.value == Pair(1, 2)
 
 
+@deterministic
 def test_a_listed_type_that_is_no_struct_is_a_mistake_of_this_side() -> None:
     with pytest.raises(ConfigError, match="remove it"):
         restore(header_of(0, "builtins:int", ["x"], [1]), NOTHING, payload_types=[int])
@@ -101,6 +105,7 @@ class Hashed:
     value: object = attrs.field(validator=attrs.validators.instance_of(int))
 
 
+@deterministic
 def test_no_constructor_changes_what_was_sent() -> None:
     strict, hashed = Strict(), object.__new__(Hashed)
     strict.value = "sent"
@@ -111,6 +116,7 @@ def test_no_constructor_changes_what_was_sent() -> None:
     assert hash(arrived[1]) == hash(arrived[1])
 
 
+@deterministic
 def test_the_header_of_a_structure_is_these_bytes() -> None:
     data = {"a": [1, None], "t": torch.ones(2), "p": Frozen(b"x", (-1,))}
     row = b"\x97\x00" + b"\xafpayloads:Frozen" + b"\x92\xa1x\xa1y" * 2 + b"\xc2\xc0\xc0"
@@ -123,6 +129,7 @@ def test_the_header_of_a_structure_is_these_bytes() -> None:
     assert body == b"\x00\x00\x80\x3f" * 2
 
 
+@deterministic
 def test_a_long_header_lies_in_the_pool() -> None:
     data = {"names": [f"name {index}" for index in range(5000)], "t": tensor_of(torch.int16, 33)}
     made = plan(data)
@@ -133,6 +140,7 @@ def test_a_long_header_lies_in_the_pool() -> None:
     assert plan(["x" * (INLINE_HEADER // 2)]).size == 0
 
 
+@deterministic
 def test_a_header_that_points_at_another_pointer_is_junk() -> None:
     pointer = b"\x01\x92\x00\x04"
     with pytest.raises(RemoteProtocolError):
@@ -174,6 +182,7 @@ def test_a_skeleton_that_no_sender_makes_is_junk(skeleton: object) -> None:
         restore(header, NOTHING)
 
 
+@deterministic
 def test_a_tensor_at_an_odd_offset_is_copied_but_is_no_view() -> None:
     header = b"\x01" + msgspec.msgpack.encode([[], [11, "int16", [2], 1]])
     area = guarded(bytes(range(5)), 0)
@@ -182,12 +191,14 @@ def test_a_tensor_at_an_odd_offset_is_copied_but_is_no_view() -> None:
         restore(header, area, copy=False)
 
 
+@deterministic
 @pytest.mark.parametrize("header", [b"", b"\x01", b"\x02\x92\x90\x01", b"\x01\x92\x90", b"\x01\x91\x90", b"\x01\xc1"])
 def test_a_header_of_another_version_or_cut_short_is_junk(header: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         restore(header, NOTHING)
 
 
+@deterministic
 def test_a_small_header_cannot_ask_for_much_memory() -> None:
     many = b"\x90" * (1 << 20) + b"\xc4\x00" * 2
     with pytest.raises(RemoteProtocolError, match="more than 1000 items"):
@@ -197,6 +208,7 @@ def test_a_small_header_cannot_ask_for_much_memory() -> None:
         restore(deep, NOTHING)
 
 
+@deterministic
 @pytest.mark.parametrize(
     "part", [[11, "uint8", [600], 0], [8, 0, 600], [9, 0, 600], [12, "|u1", [600], 0], [14, "L", 600, 1, 0]]
 )
@@ -208,6 +220,7 @@ def test_parts_that_add_up_to_more_than_what_came_are_junk(part: list[object], c
         restore(b"\x01" + msgspec.msgpack.encode([[], [0, part, part]]), area, copy=copy)
 
 
+@deterministic
 def test_what_a_caller_lists_by_name_is_restored_by_that_name() -> None:
     header = header_of(0, "old.module:Frozen", ["x", "y"], [1, 2])
     assert restore(header, NOTHING, payload_types={"old.module:Frozen": payloads.Frozen}).value == Frozen(1, 2)

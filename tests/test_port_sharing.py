@@ -71,7 +71,7 @@ def free_port() -> int:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs without ZMQ are told by it sooner."""
-    monkeypatch.setattr(inquiry, "CONNECT_TIMEOUT", 0.3)
+    monkeypatch.setattr(inquiry, "CONNECT_TIMEOUT", 0.05)
 
 
 @contextmanager
@@ -525,7 +525,7 @@ async def test_all_of_a_process_yield_and_put_together() -> None:
 
 
 @deterministic
-@pytest.mark.parametrize("ticks", range(0, 30, 4))
+@pytest.mark.parametrize("ticks", range(0, 30, 9))
 async def test_of_two_that_put_at_once_one_puts_and_the_other_is_told(ticks: int) -> None:
     async with open_site() as site:
         first, second = await site.open(), await site.open_elsewhere()
@@ -602,7 +602,10 @@ async def test_a_stock_receiver_that_polls_finds_the_new_holder() -> None:
 
 
 @deterministic
-async def test_a_receiver_that_does_not_hear_keeps_nobody_from_the_address_for_long() -> None:
+async def test_a_receiver_that_does_not_hear_keeps_nobody_from_the_address_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trio_mori._sender.FAREWELL", 0.02)
     async with open_site() as site, site.fabric.open() as engine, open_dialler("127.0.0.1", site.port) as deaf:
         first, second = await site.open(), await site.open_elsewhere()
         assert await deaf.receive() == [Connected()]
@@ -611,7 +614,7 @@ async def test_a_receiver_that_does_not_hear_keeps_nobody_from_the_address_for_l
         await wait_until(lambda: first.connector.health()["peers"] == 1)
         started = trio.current_time()
         await put(second, "k", b"x")
-        assert trio.current_time() - started < 1
+        assert trio.current_time() - started < SOON
         assert first.connector.health()["peers"] == 0
 
 
@@ -669,10 +672,9 @@ def halting(halt: Halt) -> Iterator[None]:
         trio.lowlevel.remove_instrument(halt)
 
 
-@deterministic
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [pytest.param(0, marks=deterministic), *range(1, 16)])
 async def test_a_first_put_that_is_cancelled_anywhere_put_nothing_and_the_next_one_puts(part: int) -> None:
-    for number in range(1 + part, 1000, 4):
+    for number in range(1 + part, 1000, 16):
         async with open_site() as site:
             first, second = await site.open(), await site.open_elsewhere()
             scope = trio.CancelScope()
@@ -693,9 +695,8 @@ async def test_a_first_put_that_is_cancelled_anywhere_put_nothing_and_the_next_o
     raise AssertionError("it did not end")
 
 
-@deterministic
 @pytest.mark.parametrize("who", ["asker", "holder"])
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [pytest.param(0, marks=deterministic), 1, 2])
 async def test_whoever_closes_while_the_address_changes_hands_does_so_soon_and_cleanly(who: str, part: int) -> None:
     for number in range(1 + part * 5, 300, 15):
         async with open_site() as site:
@@ -721,7 +722,6 @@ async def test_whoever_closes_while_the_address_changes_hands_does_so_soon_and_c
                 return
 
 
-@deterministic
 @pytest.mark.parametrize("process", ["same", "another"])
 async def test_an_open_that_is_cancelled_anywhere_leaves_the_holder_alone(process: str) -> None:
     async with open_site() as site:
@@ -747,7 +747,7 @@ async def test_an_open_that_is_cancelled_anywhere_leaves_the_holder_alone(proces
 async def test_opening_is_cancelled_while_a_silent_holder_is_asked() -> None:
     async with open_holder(lambda _: None) as port:
         async with MemoryFabric().open() as engine:
-            with trio.move_on_after(0.05) as scope:
+            with trio.move_on_after(0.02) as scope:
                 async with open_connector(sender_at(port), engine=engine):
                     raise AssertionError
             assert scope.cancelled_caught
@@ -830,9 +830,9 @@ async def test_a_program_without_zmq_fails_the_open_in_less_than_two_seconds() -
 
 @deterministic
 async def test_a_silent_zmq_socket_fails_the_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiry, "ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(inquiry, "ANSWER_TIMEOUT", 0.02)
     async with open_holder(lambda _: None) as port:
-        assert "did not say within 0.1 s who it is" in str(await open_and_fail(port))
+        assert "did not say within 0.02 s who it is" in str(await open_and_fail(port))
 
 
 @deterministic
@@ -893,7 +893,7 @@ async def test_a_holder_that_ends_instead_of_answering_leaves_the_address() -> N
 
 @deterministic
 async def test_a_holder_that_says_that_it_yields_and_does_not_fails_the_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inquiry, "YIELD_TIMEOUT", 0.05)
+    monkeypatch.setattr(inquiry, "YIELD_TIMEOUT", 0.01)
     asked: list[bool] = []
 
     def answer(question: wire.Inquiry) -> list[bytes]:
@@ -1004,7 +1004,7 @@ def test_what_is_no_answer_is_refused() -> None:
 
 
 @deterministic
-async def test_thirty_changes_of_hands_leave_no_descriptor_and_no_task() -> None:
+async def test_ten_changes_of_hands_leave_no_descriptor_and_no_task() -> None:
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), trio.lowlevel.current_statistics().tasks_living
 
@@ -1017,10 +1017,10 @@ async def test_thirty_changes_of_hands_leave_no_descriptor_and_no_task() -> None
             with pytest.raises(PortHeld):
                 await put(second, "k", b"y")
 
-    for _ in range(3):
+    for _ in range(2):
         await once()
     before = count()
-    for _ in range(30):
+    for _ in range(10):
         await once()
     await wait_until(lambda: count() <= before)
 

@@ -770,7 +770,7 @@ async def test_a_stream_does_not_go_on_with_a_stock_sender_in_the_place_of_its_o
                 async with open_connector(sender_config(), engine=native_engine) as native:
                     port = port_of(native)
                     receiver = await nursery.start_connector(receiver_config(port), engine)
-                    await native.put("0", "1", "r_0_0", (0, "first"))
+                    await native.put("0", "1", "r_0_0", (0, 5, "first"))  # as a chunk sender wraps it, which goes on
                     chunks = receiver.open_chunk_receiver("r", "0", to_stage="1")
                     stream = await chunks.__aenter__()
                     assert await stream.__anext__() == "first"

@@ -18,10 +18,8 @@ from trio_mori import RemoteProtocolError, UnsupportedPayload
 from trio_mori._payload_format import DTYPES, MAX_DEPTH
 from trio_mori._stock_payload import stock_decode, stock_encode, stock_size
 
-pytestmark = [
-    pytest.mark.deterministic,
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+deterministic = pytest.mark.deterministic
 
 
 def as_map(value: Any) -> object:
@@ -145,6 +143,7 @@ def test_the_form_is_that_of_a_stock_serializer(index: int) -> None:
     assert stock_form(data) == msgspec.msgpack.Encoder(enc_hook=as_map).encode(data)
 
 
+@deterministic
 @pytest.mark.parametrize("name", DTYPES)
 def test_tensors_of_every_dtype_and_layout_have_it(name: str) -> None:
     tensors = dict(layouts(DTYPES[name]))
@@ -160,6 +159,7 @@ def test_lengths_of_every_width_are_counted(size: int) -> None:
     assert stock_form(data) == msgspec.msgpack.Encoder(enc_hook=as_map).encode(data)
 
 
+@deterministic
 @pytest.mark.parametrize("data", [b"x", b"y" * 1000, tensor_of(torch.bfloat16, 3)])
 def test_a_raw_payload_is_its_bytes(data: Any) -> None:
     assert stock_form(data) == (bytes_of(data) if isinstance(data, torch.Tensor) else bytes(data))
@@ -183,6 +183,7 @@ def test_what_a_stock_peer_cannot_be_given_is_refused_by_its_path(data: object, 
     assert refusal(data).path == path
 
 
+@deterministic
 def test_a_part_longer_than_msgpack_has_lengths_is_refused_by_its_path() -> None:
     header = b"\x01" + msgspec.msgpack.encode([[], {"a": [0, [8, 0, 1 << 32]]}])
     with pytest.raises(UnsupportedPayload) as caught:
@@ -192,6 +193,7 @@ def test_a_part_longer_than_msgpack_has_lengths_is_refused_by_its_path() -> None
     assert stock_size(raw) == 1 << 32
 
 
+@deterministic
 def test_what_a_stock_peer_sends_is_restored_and_owns_its_memory() -> None:
     data = {
         "t": [tensor_of(torch.bfloat16, 2, 3), torch.tensor(5)],

@@ -225,7 +225,6 @@ for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__
     setattr(Counted, _name, _counting(_name, compares=False))
 
 
-@pytest.mark.deterministic
 def test_an_allocation_among_ten_thousand_costs_a_logarithm() -> None:
     rng = random.Random(7)
     extents = Extents(200_000 * UNIT, alignment=Counted(UNIT))
