@@ -10,16 +10,15 @@ from typing import Protocol
 import attrs
 import trio
 
-from . import _payload, _stock_payload
 from ._config import ConnectorConfig
-from ._errors import ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError, TooBig, UnsupportedPayload
+from ._errors import ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError
 from ._offers import find_offer, offer_of
 from ._pool import Pool
 from ._protocol import wire
-from ._protocol.entries import Entry, Session
-from ._protocol.extents import OUTBOUND
+from ._protocol.entries import Session
 from ._protocol.outbox import Outbox
-from .abc import Arrived, Descriptor, Disconnected, Engine, EnginePeer, Link
+from ._stock_reception import StockReception
+from .abc import Arrived, Disconnected, Engine, EnginePeer, Link
 
 logger = logging.getLogger("trio_mori.sender")
 
@@ -33,15 +32,6 @@ class NativePeer:
     peer: EnginePeer
     composing: bool = False
     fence: trio.CancelScope = attrs.field(factory=trio.CancelScope)
-
-
-@attrs.frozen(eq=False)
-class StockPeer:
-    """What the sender keeps for a stock caller: how it is answered, its pool, and when it asked."""
-
-    link: Link
-    peer: EnginePeer
-    asked_at: float
 
 
 class SendingSide(Protocol):
@@ -62,7 +52,8 @@ class Reception:
     """Answers what comes by the sender's links; the book decides, the sender carries it out.
 
     Attributes:
-        malformed: Messages that could not be understood.
+        stock: Answers what is not of the native dialect.
+        malformed: Messages that could not be understood, of that dialect.
         local: Name of the link for processes of this host; empty: there is none.
         may_yield: Asked when another instance of this deployment wants the port. True: it will be given up.
     """
@@ -81,12 +72,13 @@ class Reception:
         self.local = ""
         self.may_yield: Callable[[], bool] = lambda: False
         self._leaving = False
-        self._stock_peers: dict[EnginePeer, trio.CancelScope] = {}  # and who waits for the end of each
+        self.stock = StockReception(
+            sender, config=config, engine=engine, pool=pool, nursery=nursery, on_forgotten=self._drop_peer
+        )
         self._sender = sender
         self._book = sender.book
         self._config = config
         self._engine = engine
-        self._pool = pool
         self._nursery = nursery
         self._deployment = deployment
 
@@ -102,7 +94,7 @@ class Reception:
 
     def _on_arrival(self, link: Link, event: Arrived) -> None:
         if not wire.is_native(event.frames):
-            self._on_stock_request(link, event)
+            self.stock.on_arrival(link, event)
             return
         try:
             body = wire.decode_from_receiver(event.frames)
@@ -151,7 +143,7 @@ class Reception:
         """Unless a receiver is reached by it, of either dialect."""
         handles = (s.handle for s in self._book.sessions.values())
         native = any(isinstance(h, NativePeer) and h.peer is peer for h in handles)
-        if not native and peer not in self._stock_peers:
+        if not native and peer not in self.stock.peers:
             self._engine.drop_peer(peer)
 
     def _on_route_gone(self, link: Link, route: bytes) -> None:
@@ -263,75 +255,3 @@ class Reception:
         for session in list(self._book.sessions.values()):
             self._say_goodbye(session)
         self._leaving = False
-
-    # --- stock receivers ----------------------------------------------------------------------------------
-
-    def _on_stock_request(self, link: Link, event: Arrived) -> None:
-        try:
-            request = wire.decode_stock_request(event.frames)
-        except RemoteProtocolError as error:
-            self.malformed += 1
-            logger.debug("malformed request from route %s: %s", event.route.hex(), error)
-            link.send(wire.encode_stock_answer(wire.TRANSFER_ERROR), event.route)
-            return
-        if self._sender.closing:  # it is over: there is nothing any more, and no room to make it in
-            closed = wire.NOT_FOUND if isinstance(request, wire.StockQuery) else wire.TRANSFER_ERROR
-            link.send(wire.encode_stock_answer(closed), event.route)
-            return
-        caller, entry = self._book.begin_request(event.route, request.request_id)
-        size = None if entry is None else self._stock_size(entry)
-        if isinstance(request, wire.StockQuery):
-            found = wire.NOT_FOUND
-            if entry is None or size is None:
-                link.send(wire.encode_stock_answer(found), event.route)
-            else:
-                answer = wire.StockFound(entry.key, size, entry.is_raw)
-                link.send(wire.encode_stock_answer(answer), event.route)
-            return
-        try:
-            peer = self._engine.add_peer(Descriptor(request.engine_desc_packed, request.mem_desc_packed))
-        except DescriptorRefused as error:
-            logger.warning("pull of %r refused: %s", request.request_id, error)
-            link.send(wire.encode_stock_answer(wire.TRANSFER_ERROR), event.route)
-            return
-        self._keep_stock_peer(peer)
-        caller.handle = StockPeer(link, peer, trio.current_time())
-        if entry is None or size is None:
-            self._book.refuse(caller)
-            return
-        if request.length != size:
-            logger.warning("pull of %r refused: it asks for %d bytes of %d", entry.key, request.length, size)
-        self._book.pull(caller, entry, destination=request.dst_offset, length=request.length, region_size=peer.size)
-
-    def _keep_stock_peer(self, peer: EnginePeer) -> None:
-        """Stock receivers never say that they leave: the oldest make place, and those whose process has ended."""
-        if peer in self._stock_peers:
-            return
-        if len(self._stock_peers) >= self._config.max_peers:
-            self._forget_stock_peer(next(iter(self._stock_peers)))
-        self._stock_peers[peer] = trio.CancelScope()
-        self._nursery.start_soon(self._watch_stock, peer, self._stock_peers[peer])
-
-    async def _watch_stock(self, peer: EnginePeer, scope: trio.CancelScope) -> None:
-        with scope:
-            await self._engine.wait_fenced(peer)
-            self._forget_stock_peer(peer)
-
-    def _forget_stock_peer(self, peer: EnginePeer) -> None:
-        self._stock_peers.pop(peer).cancel()
-        self._drop_peer(peer)
-
-    def _stock_size(self, entry: Entry) -> int | None:
-        """Bytes of an entry's stock form, which is built now if it must be; None when that cannot be."""
-        if entry.is_raw:
-            return entry.size
-        if entry.encoding is None:
-            try:
-                encoded = _stock_payload.stock_encode(entry.header, self._pool.tensor(entry.extent, entry.size))
-                extent = self._pool.reserve_nowait(len(encoded), OUTBOUND)
-            except (UnsupportedPayload, NoRoom, TooBig) as error:
-                logger.warning("a stock peer cannot have %r: %s", entry.key, error)
-                return None
-            _payload.plan(encoded).copy_into(self._pool.tensor(extent, len(encoded)))
-            self._book.attach_encoding(entry, extent, len(encoded))
-        return None if entry.encoding is None else entry.encoding.size

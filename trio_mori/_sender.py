@@ -20,9 +20,10 @@ from ._protocol.entries import Entry, Fetch, Session, Ticket
 from ._protocol.extents import OUTBOUND, Extent
 from ._protocol.keys import edge_of
 from ._protocol.outbox import Outbox, OutboxLimits
-from ._reception import NativePeer, Reception, StockPeer
+from ._reception import NativePeer, Reception
 from ._staging import Reservation, plan_payload
 from ._statistics import Receipt
+from ._stock_reception import StockPeer
 from ._traffic import Traffic
 from .abc import Engine, EnginePeer, Write
 
@@ -171,8 +172,8 @@ class Sender:
             starting, book.starting = book.starting, []
             for ticket in starting:
                 self._start(ticket)
-        if book.answers:
-            answers, book.answers = book.answers, []
+        if book.pulls.answers:
+            answers, book.pulls.answers = book.pulls.answers, []
             for caller, answer in answers:
                 assert isinstance(caller.handle, StockPeer)
                 caller.handle.link.send(wire.encode_stock_answer(answer), caller.route)
@@ -264,9 +265,8 @@ class Sender:
     async def drain(self, deadline: float) -> bool:
         """Wait for the writes and copies under way, then tell the receivers. False: some have not ended."""
         self.stop()
-        # A copy into the pool from another thread is waited for as writes are.
-        await self._wait_until(lambda: not self.book.tickets and not self.book.shelf.staged, deadline)
-        ended = not self.book.tickets and not self.book.shelf.staged
+        await self._wait_until(lambda: not self.book.is_touched, deadline)
+        ended = not self.book.is_touched
         if not ended:
             self._engine.abandon()
         self.book.leave()

@@ -267,9 +267,9 @@ class Sender:
                 did = True
                 body = wire.Replies(session.token, session.generation, self.epoch, messages)
                 _connection_of(session).down.append(wire.encode(body))
-        while book.answers:
+        while book.pulls.answers:
             did = True
-            caller, answer = book.answers.pop(0)
+            caller, answer = book.pulls.answers.pop(0)
             self.world.stock_answered(self, caller, answer)
         return did
 
@@ -709,7 +709,7 @@ class World:
         sender = self.sender
         if route in self.stock_pulls:
             return  # it waits for its answer
-        caller, entry = sender.book.begin_request(route, key)
+        caller, entry = sender.book.pulls.begin(route, key)
         if entry is None:
             return
         put = next(p for p in sender.puts if p.entry is entry)
@@ -719,7 +719,8 @@ class World:
             except NoRoom:
                 return
             sender.pool.memory[extent.offset : extent.offset + len(put.encoded)] = put.encoded
-            sender.book.attach_encoding(entry, extent, len(put.encoded))
+            sender.book.pulls.begin_encoding(entry, extent, len(put.encoded))
+            sender.book.pulls.end_encoding(entry)
         length = (put.size if entry.is_raw else len(put.encoded)) + (how == "long")
         destination = 0 if how != "far" else max(0, STOCK_POOL - length + 1)
         put.excused = True

@@ -122,10 +122,15 @@ def step(table: Mapping[tuple[_State, _Cause], _State], state: _State, cause: _C
 
 @attrs.define(eq=False)
 class Encoding:
-    """The vllm-omni encoding of an entry, made for a stock peer that asked for it."""
+    """The vllm-omni encoding of an entry, made for a stock peer that asked for it.
+
+    Attributes:
+        ready: It has been written.
+    """
 
     extent: Extent
     size: int
+    ready: bool = False
 
 
 @attrs.define(eq=False)
@@ -154,6 +159,13 @@ class Entry:
     expires_at: float = inf
     holder: Fetch | StockCaller | None = None
     encoding: Encoding | None = None
+
+    @property
+    def stock_size(self) -> int | None:
+        """Bytes that a stock receiver would be given; None while it can be given none."""
+        if self.is_raw:
+            return self.size
+        return self.encoding.size if self.encoding is not None and self.encoding.ready else None
 
     @property
     def transferred(self) -> bool:
@@ -286,3 +298,20 @@ class Ticket:
     size: int
     deadline: float = inf
     course: Course = Course.RUNNING
+
+
+@attrs.define
+class Counters:
+    """What happened since the book was opened."""
+
+    puts: int = 0
+    replaced: int = 0
+    delivered: int = 0
+    acknowledged: int = 0
+    returned: int = 0
+    expired: int = 0
+    cleaned: int = 0
+    failed_writes: int = 0
+    overdue_writes: int = 0
+    stock_delivered: int = 0
+    refused_pulls: int = 0

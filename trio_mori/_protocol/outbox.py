@@ -5,7 +5,7 @@ a deadline) and then carries out what the book left for it:
 
 * `starting`: writes to start, each ended later by `write_ended`;
 * `talking`: sessions with messages in `Session.outgoing`;
-* `answers`: replies to stock callers;
+* `pulls.answers`: replies to stock callers;
 * `forgotten`: sessions that made place for others, whose handles are not needed any more.
 
 **What keeps memory safe.** A write pins its entry from the moment its ticket is made, and a pinned entry's extent is
@@ -38,8 +38,8 @@ from . import wire
 from .entries import (
     ENTRY_TABLE,
     WANT_TABLE,
+    Counters,
     Course,
-    Encoding,
     Entry,
     Event,
     Fetch,
@@ -52,28 +52,12 @@ from .entries import (
     step,
 )
 from .extents import Extent, Extents
+from .pulls import Pulls
 from .shelf import Shelf
 
 # Cancels of ids that we do not know (they overtook their fetch) are remembered until the next heartbeat. A peer that
 # sends more than this between two heartbeats is not answered until then.
 MAX_CLOSED = 65536
-
-
-@attrs.define
-class Counters:
-    """What happened since the book was opened."""
-
-    puts: int = 0
-    replaced: int = 0
-    delivered: int = 0
-    acknowledged: int = 0
-    returned: int = 0
-    expired: int = 0
-    cleaned: int = 0
-    failed_writes: int = 0
-    overdue_writes: int = 0
-    stock_delivered: int = 0
-    refused_pulls: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -99,14 +83,13 @@ class Outbox:
         self.tickets: dict[Ticket, None] = {}
         self.starting: list[Ticket] = []
         self.talking: dict[Session, None] = {}
-        self.answers: list[tuple[StockCaller, bytes]] = []
         self.forgotten: list[Session] = []
         # The earliest deadline that was set since `next_deadline` was last asked: whoever sleeps longer is woken.
         self.alarm = inf
         self._closing = False
         self._left = False
         self._interests: dict[str, dict[Fetch, None]] = {}
-        self._callers: dict[bytes, StockCaller] = {}
+        self.pulls = Pulls(self.shelf, self.counters, keep=limits.stock_keep, start=self._start, release=self._release)
 
     # --- puts ---------------------------------------------------------------------------------------------
 
@@ -225,6 +208,11 @@ class Outbox:
     def has_left(self, session: Session) -> bool:
         """Whether it was forgotten."""
         return self.sessions.get(session.token) is not session
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether memory of the pool is read by a write, or written by a put or an encoding, that has not ended."""
+        return bool(self.tickets) or bool(self.shelf.staged) or self.shelf.pinned
 
     def is_written_to(self, session: Session) -> bool:
         """Whether a write to it may still be under way."""
@@ -457,7 +445,7 @@ class Outbox:
         if told:
             return
         if isinstance(holder, StockCaller):
-            self._answer(holder, wire.TRANSFER_ERROR)
+            self.pulls.fail(holder)
         elif holder.state is Want.WRITING:
             code = wire.GONE if entry.phase is Phase.DYING else wire.TRANSFER_FAILED
             self._fail(holder, code, why, settled=False)
@@ -469,7 +457,8 @@ class Outbox:
         entry, holder = ticket.entry, ticket.holder
         entry.pins -= 1
         if isinstance(holder, StockCaller):
-            self._end_pull(ticket, holder, now, error)
+            self.pulls.ended(ticket, holder, now, error)
+            self.alarm = min(self.alarm, holder.held_until)
         elif holder.state is Want.WITHDRAWN:
             holder.session.close(holder.id)
             self._say(holder.session, wire.Closed([holder.id]))
@@ -577,64 +566,12 @@ class Outbox:
 
     # --- stock receivers ----------------------------------------------------------------------------------
 
-    def begin_request(self, route: bytes, key: str) -> tuple[StockCaller, Entry | None]:
-        """A stock request came by a route: who asks, and the entry that it may have, if there is one.
-
-        The payload that was kept for the caller's last request is freed now, or published again if this request is
-        for it: the answer to the last one was lost.
-        """
-        caller = self._callers.pop(route, None) or StockCaller(route)
-        held, caller.held, caller.held_until = caller.held, None, inf
-        if caller.ticket is not None:
-            self._callers[route] = caller
-        if held is not None and held.phase is Phase.DELIVERED and held.holder is caller:
-            if held.key == key:
-                self._release(held)
-            else:
-                self.shelf.drop(held, Event.ACKNOWLEDGE)
-        entry = self.shelf.find(key)
-        return caller, entry if entry is not None and entry.phase is Phase.PUBLISHED else None
-
-    def attach_encoding(self, entry: Entry, extent: Extent, size: int) -> None:
-        """The stock encoding of an entry was built; it lives and dies with the entry."""
-        entry.encoding = Encoding(extent, size)
-
     def pull(self, caller: StockCaller, entry: Entry, *, destination: int, length: int, region_size: int) -> None:
-        """Serve a stock pull: start its write, or refuse it. The answer comes in `answers`."""
-        extent, size = entry.extent, entry.size
-        if entry.encoding is not None and not entry.is_raw:
-            extent, size = entry.encoding.extent, entry.encoding.size
-        wrong_length = length != size or (entry.encoding is None and not entry.is_raw)
-        if wrong_length or destination + length > region_size or caller.ticket is not None or self._closing:
-            self.refuse(caller)
-            return
-        entry.phase = step(ENTRY_TABLE, entry.phase, Event.CLAIM)
-        entry.holder = caller
-        caller.ticket = Ticket(entry, caller, extent.offset, destination, size)
-        self._callers[caller.route] = caller
-        self._start(caller.ticket)
-
-    def refuse(self, caller: StockCaller) -> None:
-        """Answer a pull with `trans_error`; the payload stays."""
-        self.counters.refused_pulls += 1
-        self._answer(caller, wire.TRANSFER_ERROR)
-
-    def _end_pull(self, ticket: Ticket, caller: StockCaller, now: float, error: str | None) -> None:
-        caller.ticket = None
-        entry = ticket.entry
-        if error is None and entry.phase is Phase.CLAIMED and ticket.course is Course.RUNNING:
-            entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
-            self.counters.stock_delivered += 1
-            caller.held, caller.held_until = entry, now + self.limits.stock_keep
-            self.alarm = min(self.alarm, caller.held_until)
-            self._answer(caller, wire.TRANSFER_DONE)
-            return
-        self._callers.pop(caller.route, None)
-        if ticket.course is Course.RUNNING:
-            self._answer(caller, wire.TRANSFER_ERROR)
-
-    def _answer(self, caller: StockCaller, answer: bytes) -> None:
-        self.answers.append((caller, answer))
+        """Serve a stock pull: start its write, or refuse it. The answer comes in `pulls.answers`."""
+        if self._closing:
+            self.pulls.refuse(caller)
+        else:
+            self.pulls.serve(caller, entry, destination=destination, length=length, region_size=region_size)
 
     # --- time ---------------------------------------------------------------------------------------------
 
@@ -652,11 +589,7 @@ class Outbox:
             self._give_up(entry, wire.EXPIRED, f"not fetched within {self.limits.ttl:g} s")
         for session in silent:
             self._lapse(session)
-        for caller in [c for c in self._callers.values() if c.held_until <= now]:
-            held = caller.held
-            del self._callers[caller.route]
-            if held is not None and held.holder is caller and held.phase is Phase.DELIVERED:
-                self.shelf.drop(held, Event.ACKNOWLEDGE)
+        self.pulls.expire(now)
 
     def _lapse(self, session: Session) -> None:
         """Its acknowledgement time is over: what it was given or offered goes to whoever asks next."""
@@ -683,9 +616,7 @@ class Outbox:
         for session in self.sessions.values():
             if session.connected or any(map(_may_lapse, session.fetches.values())):
                 when = min(when, session.last_heard + self.limits.acknowledge_timeout)
-        for caller in self._callers.values():
-            when = min(when, caller.held_until)
-        self.alarm = when
+        self.alarm = when = min(when, self.pulls.next_deadline())
         return when
 
     # --- closing ------------------------------------------------------------------------------------------

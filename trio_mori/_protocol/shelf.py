@@ -43,6 +43,11 @@ class Shelf:
         """How many puts are under way."""
         return len(self._staged)
 
+    @property
+    def pinned(self) -> bool:
+        """Whether any entry is."""
+        return any(entry.pins for entry in self._filed)
+
     def check_free(self, key: str) -> None:
         """Whether a new payload may take this key.
 

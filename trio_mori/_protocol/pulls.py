@@ -1,0 +1,124 @@
+"""The sender's book of stock receivers: sockets with one request in flight each, and no acknowledgements.
+
+After `trans_done` a payload is kept until its socket's next request, or for a few seconds: a reply that was lost is
+repaired by the retry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from . import wire
+from .entries import ENTRY_TABLE, Counters, Course, Encoding, Entry, Event, Phase, StockCaller, Ticket, step
+from .extents import Extent
+from .shelf import Shelf
+
+
+class Pulls:
+    """A part of `Outbox`, which gives it what both need of each other.
+
+    Args:
+        keep: Seconds that a delivered payload is kept for a retry.
+        start: Have a write started.
+        release: Nobody has an entry any more.
+
+    Attributes:
+        answers: Replies for the shell to send.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        counters: Counters,
+        *,
+        keep: float,
+        start: Callable[[Ticket], None],
+        release: Callable[[Entry], None],
+    ) -> None:
+        self.answers: list[tuple[StockCaller, bytes]] = []
+        self._shelf = shelf
+        self._counters = counters
+        self._keep = keep
+        self._start = start
+        self._release = release
+        self._callers: dict[bytes, StockCaller] = {}
+
+    def begin(self, route: bytes, key: str) -> tuple[StockCaller, Entry | None]:
+        """A request came by a route: who asks, and the entry that it may have, if there is one.
+
+        The payload that was kept for the caller's last request is freed now, or published again if this request is
+        for it: the answer to the last one was lost.
+        """
+        caller = self._callers.pop(route, None) or StockCaller(route)
+        held, caller.held, caller.held_until = caller.held, None, inf
+        if caller.ticket is not None:
+            self._callers[route] = caller
+        if held is not None and held.phase is Phase.DELIVERED and held.holder is caller:
+            if held.key == key:
+                self._release(held)
+            else:
+                self._shelf.drop(held, Event.ACKNOWLEDGE)
+        entry = self._shelf.find(key)
+        return caller, entry if entry is not None and entry.phase is Phase.PUBLISHED else None
+
+    def begin_encoding(self, entry: Entry, extent: Extent, size: int) -> None:
+        """Room was taken for an entry's stock form; it is the entry's. It is written until `end_encoding`."""
+        entry.encoding = Encoding(extent, size)
+        entry.pins += 1
+
+    def end_encoding(self, entry: Entry) -> None:
+        """The stock form is there."""
+        assert entry.encoding is not None
+        entry.encoding.ready = True
+        entry.pins -= 1
+        if entry.phase is Phase.DYING and not entry.pins:
+            self._shelf.free(entry, Event.SETTLE)
+
+    def serve(self, caller: StockCaller, entry: Entry, *, destination: int, length: int, region_size: int) -> None:
+        """Start the write of a pull, or refuse it. The answer comes in `answers`."""
+        size = entry.stock_size
+        if size is None or length != size or destination + length > region_size or caller.ticket is not None:
+            self.refuse(caller)
+            return
+        extent = entry.extent if entry.is_raw or entry.encoding is None else entry.encoding.extent
+        entry.phase = step(ENTRY_TABLE, entry.phase, Event.CLAIM)
+        entry.holder = caller
+        caller.ticket = Ticket(entry, caller, extent.offset, destination, size)
+        self._callers[caller.route] = caller
+        self._start(caller.ticket)
+
+    def refuse(self, caller: StockCaller) -> None:
+        """Answer a pull with `trans_error`; the payload stays."""
+        self._counters.refused_pulls += 1
+        self.fail(caller)
+
+    def fail(self, caller: StockCaller) -> None:
+        """Tell a caller that its pull came to nothing."""
+        self.answers.append((caller, wire.TRANSFER_ERROR))
+
+    def ended(self, ticket: Ticket, caller: StockCaller, now: float, error: str | None) -> None:
+        """The write of a pull is over."""
+        caller.ticket = None
+        entry = ticket.entry
+        if error is None and entry.phase is Phase.CLAIMED and ticket.course is Course.RUNNING:
+            entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
+            self._counters.stock_delivered += 1
+            caller.held, caller.held_until = entry, now + self._keep
+            self.answers.append((caller, wire.TRANSFER_DONE))
+            return
+        self._callers.pop(caller.route, None)
+        if ticket.course is Course.RUNNING:
+            self.fail(caller)
+
+    def expire(self, now: float) -> None:
+        """Free what was kept for retries that did not come."""
+        for caller in [c for c in self._callers.values() if c.held_until <= now]:
+            held = caller.held
+            del self._callers[caller.route]
+            if held is not None and held.holder is caller and held.phase is Phase.DELIVERED:
+                self._shelf.drop(held, Event.ACKNOWLEDGE)
+
+    def next_deadline(self) -> float:
+        """When `expire` has something to do next; `inf` if never."""
+        return min((c.held_until for c in self._callers.values()), default=inf)
