@@ -1,7 +1,6 @@
-"""Names of the core that it does not export yet."""
+"""A name of the core that it does not export yet."""
 
 from importlib import import_module
 from typing import Any
 
 Portal: Any = import_module("trio_mori._portal").Portal
-port_for: Any = import_module("trio_mori._endpoint").port_for

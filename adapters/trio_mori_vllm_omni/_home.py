@@ -116,23 +116,34 @@ class Shared:
 
     # --- puts ---------------------------------------------------------------------------------------------
 
-    async def reserve(
+    def reserve_nowait(
         self, from_stage: str, to_stage: str, key: str, plan: Plan, replaces: str | None
-    ) -> tuple[Reservation, dict[str, Any]]:
-        """Claim room and key, or refuse.
+    ) -> tuple[Reservation, str, int]:
+        """Claim room and key, or refuse. Returns also where the sender listens.
 
         Args:
             replaces: A request whose unread chunks on this edge are of an earlier life.
+
+        Raises:
+            NotReady: `wait_listening` comes first.
+            NoRoom, TooBig, KeyBusy, ConnectorClosed: as `Connector.reserve_nowait`.
         """
-        core = await self.core("sender")
+        core = self._cores.get("sender")
+        if core is None:
+            raise NotReady("the sender of this stage is not open yet")
         if replaces is not None:
             core.cleanup_nowait(replaces, from_stage, to_stage)
-        try:
-            reservation = core.reserve_nowait(from_stage, to_stage, key, plan)
-        except NotReady:  # an idle instance of another process has the port, and gives it up when it is asked
-            await core.wait_listening()
-            reservation = core.reserve_nowait(from_stage, to_stage, key, plan)
-        return reservation, core.get_connection_info()
+        reservation = core.reserve_nowait(from_stage, to_stage, key, plan)
+        info = core.get_connection_info()
+        return reservation, info["host"], info["zmq_port"]
+
+    async def wait_listening(self) -> None:
+        """Open the sender, and have the port: an idle instance of another process gives it up when it is asked.
+
+        Raises:
+            PortHeld, BindFailed, EngineUnavailable, ConfigError: it cannot be had.
+        """
+        await (await self.core("sender")).wait_listening()
 
     # --- gets ---------------------------------------------------------------------------------------------
 

@@ -15,9 +15,7 @@ from collections.abc import Mapping
 
 import attrs
 
-from trio_mori import ConfigError, ConnectorConfig
-
-from ._core import port_for
+from trio_mori import ConfigError, ConnectorConfig, port_for
 
 # What stock Mori does without the key.
 _STOCK_BACKEND = "rdma"

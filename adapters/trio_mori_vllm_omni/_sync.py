@@ -16,11 +16,12 @@ import torch
 from trio_mori import (
     ConfigError,
     ConnectorClosed,
-    InternalError,
     KeyBusy,
     ManagedBuffer,
+    Misuse,
     NoEndpoint,
     NoRoom,
+    NotReady,
     PayloadLost,
     PeerLost,
     Plan,
@@ -28,7 +29,6 @@ from trio_mori import (
     StockArrival,
     TooBig,
     TransferFailed,
-    TrioMoriError,
     UnsupportedPayload,
     WrongRole,
     plan_payload,
@@ -59,10 +59,6 @@ class Codec(Protocol):
 
     def revived(self, tree: object) -> object:
         """What to deliver."""
-
-
-class ForkRefused(TrioMoriError, RuntimeError):
-    """The connector was made in another process: a fork has its memory, but not its thread."""
 
 
 class SyncConnector:
@@ -131,10 +127,14 @@ class SyncConnector:
             if not self.can_put:
                 raise WrongRole(f"put of {put_key!r} on a connector that only receives")
             plan = self._plan(data)
-            reservation, info = self._home.portal.call(
-                client.shared.reserve, from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage),
-                timeout=CALL_LIMIT,
-            )  # fmt: skip
+            claim = partial(
+                client.shared.reserve_nowait, from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage)
+            )
+            try:
+                reservation, host, port = self._home.portal.call_sync(claim)
+            except NotReady:
+                self._home.portal.call(client.shared.wait_listening, timeout=CALL_LIMIT)
+                reservation, host, port = self._home.portal.call_sync(claim)
         except (WrongRole, UnsupportedPayload, NoRoom, TooBig, KeyBusy) as error:
             client.shared.reasons.note("put", error)
             return False, 0, None
@@ -144,7 +144,7 @@ class SyncConnector:
             self._home.post(reservation.release)
             raise
         self._home.post(reservation.publish)
-        address: Any = _Address(info["host"], info["zmq_port"])
+        address: Any = _Address(host, port)
         metadata = Receipt(plan.size, plan.is_raw, plan.whole_header, address).metadata
         return True, metadata["data_size"], metadata
 
@@ -361,14 +361,14 @@ class SyncConnector:
         if client is None or client.closed:
             raise ConnectorClosed(f"the connector of stage {self.stage_id} was closed")
         if self._home.portal.in_portal:
-            raise InternalError(
+            raise Misuse(
                 "a connector was called in the loop's own thread, where it would wait for itself; call it from another"
             )
         return client
 
     def _refuse_fork(self) -> None:
         if self._pid != os.getpid():
-            raise ForkRefused(
+            raise Misuse(
                 f"the connector of stage {self.stage_id} was made in process {self._pid}, and this is {os.getpid()}: "
                 "make one after the fork, or start processes by spawn"
             )
