@@ -105,14 +105,12 @@ class QueuedLink(Link):
         self._flushed_at = -inf
         self._counts = LinkStatistics()
 
-    def send(self, frames: Message, route: bytes = b"") -> None:
+    def send(self, frames: Message, route: bytes = b"", *, urgent: bool = True) -> None:
         self._check_open()
         self._outbox.append((frames, route))
-        if len(self._outbox) > 1:
-            return
-        if trio.current_time() - self._flushed_at > QUIET:
+        if urgent and trio.current_time() - self._flushed_at > QUIET:
             self._flush()
-        else:
+        elif len(self._outbox) == 1:
             self._flusher.unpark()
 
     async def receive(self) -> list[LinkEvent]:

@@ -161,7 +161,8 @@ class Upstream:
         if self._composing or self._link is None:
             return
         self._composing = True
-        self._link.send(self._compose)
+        # Nobody waits for an acknowledgement, but who has just been given a payload does for the call that sends it.
+        self._link.send(self._compose, urgent=not all(isinstance(m, wire.Ack) for m in self.channel.outgoing))
 
     def _compose(self) -> list[bytes] | None:
         self._composing = False

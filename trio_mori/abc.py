@@ -211,8 +211,16 @@ class Link(ABC):
         """Where it listens or dials, for messages: for example ``tcp://127.0.0.1:50051``."""
 
     @abstractmethod
-    def send(self, frames: Sequence[bytes] | Callable[[], Sequence[bytes] | None], route: bytes = b"") -> None:
+    def send(
+        self,
+        frames: Sequence[bytes] | Callable[[], Sequence[bytes] | None],
+        route: bytes = b"",
+        *,
+        urgent: bool = True,
+    ) -> None:
         """Queue one message; it leaves at the latest when the running tasks yield. Never blocks.
+
+        One that is not urgent may wait until then for company, where an urgent one might leave at once.
 
         A callable is called when the message leaves, and returns it, or None for nothing: so that whatever is
         said until then goes into one message. It is called even if the message is then dropped.

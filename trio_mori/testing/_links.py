@@ -142,7 +142,7 @@ class _MemoryLink(Link):
     def address(self) -> str:
         return self._address
 
-    def send(self, frames: Message, route: bytes = b"") -> None:
+    def send(self, frames: Message, route: bytes = b"", *, urgent: bool = True) -> None:
         self._check_open()
         if not self._outbox:
             trio.lowlevel.current_trio_token().run_sync_soon(self._flush)
