@@ -89,7 +89,14 @@ class Outbox:
         self._closing = False
         self._left = False
         self._interests: dict[str, dict[Fetch, None]] = {}
-        self.pulls = Pulls(self.shelf, self.counters, keep=limits.stock_keep, start=self._start, release=self._release)
+        self.pulls = Pulls(
+            self.shelf,
+            self.counters,
+            keep=limits.stock_keep,
+            start=self._start,
+            release=self._release,
+            unpinned=self._unpinned,
+        )
 
     # --- puts ---------------------------------------------------------------------------------------------
 
@@ -478,10 +485,14 @@ class Outbox:
             entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
             self.counters.delivered += 1
             self._say(holder.session, wire.Done(holder.id, holder.round, entry.size, entry.header))
+        self._unpinned(entry)
+        if entry.phase is Phase.CLAIMED and entry.holder is holder:
+            self._release(entry)
+
+    def _unpinned(self, entry: Entry) -> None:
+        """Somebody does not read it any more."""
         if entry.phase is Phase.DYING and not entry.pins:
             self.shelf.free(entry, Event.SETTLE)
-        elif entry.phase is Phase.CLAIMED and entry.holder is holder:
-            self._release(entry)
         self.alarm = min(self.alarm, entry.expires_at)
 
     def _release(self, entry: Entry) -> None:

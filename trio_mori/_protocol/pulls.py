@@ -22,6 +22,7 @@ class Pulls:
         keep: Seconds that a delivered payload is kept for a retry.
         start: Have a write started.
         release: Nobody has an entry any more.
+        unpinned: Somebody does not read an entry any more.
 
     Attributes:
         answers: Replies for the shell to send.
@@ -35,6 +36,7 @@ class Pulls:
         keep: float,
         start: Callable[[Ticket], None],
         release: Callable[[Entry], None],
+        unpinned: Callable[[Entry], None],
     ) -> None:
         self.answers: list[tuple[StockCaller, bytes]] = []
         self._shelf = shelf
@@ -42,6 +44,7 @@ class Pulls:
         self._keep = keep
         self._start = start
         self._release = release
+        self._unpinned = unpinned
         self._callers: dict[bytes, StockCaller] = {}
 
     def begin(self, route: bytes, key: str) -> tuple[StockCaller, Entry | None]:
@@ -72,8 +75,7 @@ class Pulls:
         assert entry.encoding is not None
         entry.encoding.ready = True
         entry.pins -= 1
-        if entry.phase is Phase.DYING and not entry.pins:
-            self._shelf.free(entry, Event.SETTLE)
+        self._unpinned(entry)
 
     def serve(self, caller: StockCaller, entry: Entry, *, destination: int, length: int, region_size: int) -> None:
         """Start the write of a pull, or refuse it. The answer comes in `answers`."""
