@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import sys
 import threading
@@ -26,6 +27,9 @@ def fakemori(setup_folder: Path) -> Iterator[None]:
     folder = str(setup_folder / "fakemori")
     sys.path.insert(0, folder)
     pack_as_mori_does()
+    from vllm_omni.distributed.omni_connectors.connectors import mori_transfer_engine_connector
+
+    importlib.reload(mori_transfer_engine_connector)  # it may have been imported before there was a mori
     yield
     sys.path.remove(folder)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import trio_mori_vllm_omni
 from trio_mori_vllm_omni._place import CLOSE_GRACE, find_place
 
-from trio_mori import ConfigError
+from trio_mori import ConfigError, load_deploy
 
 pytestmark = pytest.mark.deterministic
 
@@ -127,3 +130,25 @@ def test_an_explicit_sender_wins() -> None:
     extra = {**OWN[1], "sender_host": "10.0.0.3", "sender_zmq_port": 6000}
     place = find_place(extra, resolved=False)
     assert (place.sender_host, place.sender_zmq_port) == ("10.0.0.3", 6000)
+
+
+DEPLOY = Path(trio_mori_vllm_omni.__file__).parent / "deploy"
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_deploy_files_of_ours_are_allowed_and_connect_their_stages(path: Path) -> None:
+    deploy = load_deploy(path)
+    configs = [deploy.config_for_stage(stage) for stage in range(3)]
+    assert [config.role for config in configs] == ["sender", "both", "receiver"]
+    assert [config.sender_zmq_port for config in configs] == [None, configs[0].zmq_port, configs[1].zmq_port]
+    assert {config.memory_pool_size for config in configs} == {512 << 20}
+    for stage, role in enumerate(("sender", "receiver", "receiver")):  # as vllm-omni hands them over
+        extra = {**configs[stage].extra, "role": role, "stage_id": stage, "zmq_port": 50051}
+        extra = {key: value for key, value in extra.items() if key not in ("sender_host", "sender_zmq_port")}
+        place = find_place(extra, resolved=False)
+        assert (place.config.zmq_port, place.sender_zmq_port) == (50051 + stage, 50050 + stage if stage else None)
+        assert place.config.backend_type == configs[stage].backend_type
+
+
+def test_there_are_deploy_files_for_both_makes_of_gpu() -> None:
+    assert [path.stem for path in sorted(DEPLOY.glob("*.yaml"))] == ["qwen3_omni_moe_mi300x", "qwen3_omni_moe_nvidia"]

@@ -185,6 +185,31 @@ def test_the_shipped_deploy_file_serves_all_three_stages_untouched(base: int, mo
             adapter.shutdown()
 
 
+@pytest.mark.parametrize("name", ["qwen3_omni_moe_mi300x", "qwen3_omni_moe_nvidia"])
+def test_vllm_omni_reads_the_deploy_files_of_ours_as_we_do(name: str) -> None:
+    import trio_mori_vllm_omni
+    from trio_mori_vllm_omni._place import find_place
+    from vllm_omni.distributed.omni_connectors.utils.config import ConnectorSpec
+    from vllm_omni.distributed.omni_connectors.utils.initialization import resolve_connector_spec
+    from vllm_omni.engine.stage_init_utils import get_stage_connector_spec, load_omni_transfer_config_for_model
+
+    path = Path(trio_mori_vllm_omni.__file__).parent / "deploy" / f"{name}.yaml"
+    config = load_omni_transfer_config_for_model("m", str(path))
+    assert {edge: spec.name for edge, spec in config.connectors.items()} == {
+        ("0", "1"): "TrioMoriConnector",
+        ("1", "2"): "TrioMoriConnector",
+    }
+    places = []
+    for stage in range(3):
+        spec = get_stage_connector_spec(config, stage, True)
+        resolved = resolve_connector_spec(
+            ConnectorSpec(spec["name"], spec["extra"]), stage_id=stage, role=spec["extra"]["role"]
+        )
+        places.append(find_place(resolved.extra, resolved=False))
+    assert [place.config.zmq_port for place in places] == [50051, 50052, 50053]
+    assert [place.sender_zmq_port for place in places] == [None, 50051, 50052]
+
+
 # --- aborts -----------------------------------------------------------------------------------------------------
 
 
