@@ -26,11 +26,8 @@ KIB = 1024
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 async def test_the_engine_keeps_its_contract(check: Check, delay: float) -> None:
     with trio.fail_after(60):
-        if moriemu is None:
-            await check(bench())
-        else:
-            with delayed(delay):
-                await check(bench(delay))
+        with delayed(delay):
+            await check(bench(delay))
 
 
 async def test_a_write_out_of_range_is_refused_before_mori_sees_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import trio
 from mori_lane import Holding, control, delayed, emulated, moriemu, seldom_more
-from rig import UNIT, wait_until
+from rig import UNIT, begin, wait_until
 from stock_peers import open_stock_client
 
 from trio_mori import Connector, ConnectorConfig, TransferFailed, open_connector
@@ -43,28 +43,17 @@ async def edge(**keys: object) -> AsyncIterator[tuple[Connector, Connector]]:
 @pytest.mark.parametrize("delay", [0, 0.002, 0.2] if moriemu else [0])
 async def test_payloads_of_every_kind_pass_from_gpu_to_gpu(delay: float) -> None:
     with trio.fail_after(60):
-        async with edge() as (sender, receiver):
-            if moriemu:
-                moriemu.ctl("copy_delay_us", int(delay * 1e6))
-            try:
+        async with edge() as (sender, receiver), trio.open_nursery() as nursery:
+            with delayed(delay):
                 for number, payload in enumerate(PAYLOADS):
-                    async with trio.open_nursery() as nursery:
-                        got: list[object] = []
-                        waits = number % 2 == 0
-
-                        async def get(key: str, got: list[object] = got) -> None:
-                            got.append(await receiver.get("0", "1", key))
-
-                        if waits:
-                            nursery.start_soon(get, f"k{number}")
-                            await trio.sleep(0.01)
-                        await sender.put("0", "1", f"k{number}", payload)
-                        if not waits:
-                            nursery.start_soon(get, f"k{number}")
-                    assert _equal(got[0], payload), number
-            finally:
-                if moriemu:
-                    moriemu.ctl("copy_delay_us", 0)
+                    key = f"k{number}"
+                    if number % 2:
+                        await sender.put("0", "1", key, payload)
+                    outcome = begin(nursery, receiver.get, "0", "1", key)
+                    if not number % 2:
+                        await wait_until(lambda: receiver.statistics().held["posted"])
+                        await sender.put("0", "1", key, payload)
+                    assert _equal(await outcome.wait(), payload), key
 
 
 async def test_a_lease_is_the_pool_of_the_receivers_gpu() -> None:

@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent.parent
 SITE = Path(__file__).parent / "site"
 
 
-@pytest.mark.parametrize(("delay", "requests"), [(0.002, 2), (0.2, 1)] if moriemu else [(0, 4)])
+RUNS = [(0.002, 2), pytest.param(0.2, 1, marks=pytest.mark.slow)] if moriemu else [(0, 4)]
+
+
+@pytest.mark.parametrize(("delay", "requests"), RUNS)
 def test_the_pipeline_makes_over_xgmi_what_one_process_makes(tmp_path: Path, delay: float, requests: int) -> None:
     deploy = (ROOT / "examples" / "pipeline" / "pipeline.yaml").read_text()
     for before, after in (('backend_type: "shm"', "xgmi"), ('memory_pool_device: "cpu"', "cuda")):
