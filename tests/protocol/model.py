@@ -28,6 +28,9 @@ def check(world: World) -> None:
     for sender in world.senders:
         for copy in sender.copies:
             _check_copy(copy, live)
+        for encoding in sender.encodings:
+            extents = {encoding.extent, encoding.put.entry.extent}
+            assert not sender.alive or extents <= live[sender], "what a thread reads and writes was freed"
         if sender.alive:
             _check_puts(sender)
         if sender.running and not sender.left:
@@ -152,6 +155,8 @@ def _heal(world: World) -> None:
             old.die()
     for copy in [c for c in sender.copies if not c.stuck]:
         sender.end(copy)
+    for encoding in sender.encodings[:]:
+        sender.end_encoding(encoding)
     for put in sender.staged[:]:
         sender.unstage(put)
     sender.pool.vacate()

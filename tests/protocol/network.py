@@ -19,6 +19,7 @@ from trio_mori._protocol.extents import INBOUND, OUTBOUND, Extent, Extents
 from trio_mori._protocol.inbox import Inbox, Interest, State
 from trio_mori._protocol.keys import names_of
 from trio_mori._protocol.outbox import Outbox, OutboxLimits
+from trio_mori._protocol.shelf import extents_of
 
 UNIT = 4096
 SENDER_POOL = 64 * UNIT
@@ -132,6 +133,14 @@ class Copy:
         memory[ticket.destination + start : ticket.destination + end] = source
 
 
+@attrs.frozen(eq=False)
+class Encoding:
+    """The stock form of a payload that a thread is writing into the pool."""
+
+    put: Put
+    extent: Extent
+
+
 @attrs.define(eq=False)
 class Connection:
     """One link between two processes, for one generation. What is queued in it may still arrive after its end."""
@@ -164,6 +173,7 @@ class Sender:
         self.puts: list[Put] = []
         self.last_puts: dict[str, Put] = {}
         self.copies: list[Copy] = []
+        self.encodings: list[Encoding] = []
         self.buried: list[Receiver] = []
 
     # --- puts ---------------------------------------------------------------------------------------------
@@ -275,7 +285,7 @@ class Sender:
 
     def _start(self, ticket: Ticket) -> None:
         assert not self.left, "a write was started after the farewell"
-        source = next(e for e in _extents_of(ticket.entry) if e.offset <= ticket.source < e.end)
+        source = next(e for e in extents_of(ticket.entry) if e.offset <= ticket.source < e.end)
         assert ticket.source + ticket.size <= source.end
         copy = Copy(self, ticket, source, None)
         holder = ticket.holder
@@ -295,6 +305,13 @@ class Sender:
         copy.advance(copy.ticket.size)
         self.copies.remove(copy)
         self.book.write_ended(copy.ticket, self.world.now)
+
+    def end_encoding(self, encoding: Encoding) -> None:
+        """A thread has written the stock form of a payload, whatever has become of that meanwhile."""
+        self.encodings.remove(encoding)
+        encoded, start = encoding.put.encoded, encoding.extent.offset
+        self.pool.memory[start : start + len(encoded)] = encoded
+        self.book.pulls.end_encoding(encoding.put.entry)
 
     def fail(self, copy: Copy, *, settled: bool) -> None:
         """The engine says that a write failed."""
@@ -718,9 +735,12 @@ class World:
                 extent = sender.pool.allocate(len(put.encoded), OUTBOUND)
             except NoRoom:
                 return
-            sender.pool.memory[extent.offset : extent.offset + len(put.encoded)] = put.encoded
             sender.book.pulls.begin_encoding(entry, extent, len(put.encoded))
-            sender.book.pulls.end_encoding(entry)
+            sender.encodings.append(Encoding(put, extent))
+            if not self.engine_waits:
+                sender.end_encoding(sender.encodings[-1])
+        if any(e.put is put for e in sender.encodings):
+            return  # it asks again when that has ended
         length = (put.size if entry.is_raw else len(put.encoded)) + (how == "long")
         destination = 0 if how != "far" else max(0, STOCK_POOL - length + 1)
         put.excused = True
@@ -748,7 +768,3 @@ DEPLOYMENT = wire.Deployment("model", 0, 0, 0, "")
 def _connection_of(session: Session) -> Connection:
     assert isinstance(session.handle, Connection)
     return session.handle
-
-
-def _extents_of(entry: Entry) -> list[Extent]:
-    return [entry.extent] if entry.encoding is None else [entry.extent, entry.encoding.extent]

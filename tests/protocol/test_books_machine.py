@@ -78,21 +78,22 @@ class Books(RuleBasedStateMachine):
         """What can happen now: how often it is drawn, and what it is."""
         world, receivers = self.world, self.receivers()
         trouble = {name: TROUBLES[name] * (name in self.troubles and self.left.get(name, 1) > 0) for name in TROUBLES}
-        acts = {
+        acts = {  # the first that can happen is drawn more often than it says, for Hypothesis likes zeros
+            "take": (10 * any(r.interests(*HERE) for r in receivers), self.take),
             "put": (4 * bool(self.senders()), self.put),
             "end of a put": (2 * any(s.staged for s in self.senders()), self.end_of_a_put),
             "get": (4 * bool(receivers), self.get),
-            "take": (10 * any(r.interests(*HERE) for r in receivers), self.take),
             "give back": ((5 if world.held else 2) * any(r.interests(*OPEN) for r in receivers), self.give_back),
             "release": (2 * any(r.leases for r in receivers), self.release),
             "heartbeat": (2, self.heartbeat),
             "messages": (8 * bool(world.queues()), self.messages),
             "write": (8 * bool(self.copies()), self.write),
+            "encoding": (6 * any(s.running and s.encodings for s in world.senders), self.end_of_an_encoding),
             "held messages": (trouble["held messages"], self.hold),
             "slow writes": (trouble["slow writes"], self.engine),
             "broken links": (trouble["broken links"] * bool(self.connected()), self.disconnect),
             "new links": (4 * bool(self.disconnected()), self.connect),
-            "time": (trouble["time"], self.time),
+            "time": (trouble["time"] * (2 if self.copies() else 1), self.time),
             "cleanups": (trouble["cleanups"] * bool(self.senders()), self.cleanup),
             "stopped processes": (3 * bool(self.stopped()), self.go_on),
             "receiving processes": (trouble["receiving processes"], self.receiving_process),
@@ -251,7 +252,7 @@ class Books(RuleBasedStateMachine):
     # --- the engine ---------------------------------------------------------------------------------------
 
     def engine(self) -> None:
-        """From now on writes take their time, or no more."""
+        """From now on writes and encodings take their time, or no more."""
         self.world.engine_waits = not self.world.engine_waits
 
     def copies(self) -> list[Copy]:
@@ -271,10 +272,14 @@ class Books(RuleBasedStateMachine):
         else:
             copy.sender.fail(copy, settled=how == "fails")
 
+    def end_of_an_encoding(self) -> None:
+        sender = self.one(*(s for s in self.world.senders if s.running and s.encodings))
+        sender.end_encoding(self.one(*sender.encodings))
+
     # --- time and processes -------------------------------------------------------------------------------
 
     def time(self) -> None:
-        self.world.pass_time(self.one(1.0, 6.0, 21.0, 31.0, 31.0, 301.0), beats=self.one(True, False))
+        self.world.pass_time(self.one(1.0, 6.0, 21.0, 21.0, 31.0, 31.0, 301.0), beats=self.one(True, False))
 
     def stopped(self) -> list[Sender | Receiver]:
         processes = [*self.world.senders, *self.world.all_receivers()]
