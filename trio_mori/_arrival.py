@@ -12,13 +12,14 @@ from ._errors import ConnectorClosed
 from ._lease import Lease
 from ._payload import Restored
 from ._payload_types import PayloadTypes
+from ._protocol.extents import Extent
 from ._protocol.inbox import Interest, State
 
 
 class _Taker(Protocol):
     """What an arrival needs of its receiver."""
 
-    def restore(self, interest: Interest, source: torch.Tensor) -> Restored: ...
+    def restore(self, interest: Interest, extent: Extent | None) -> Restored: ...
 
     def finish(self, interest: Interest) -> None: ...
 
@@ -41,13 +42,13 @@ class Arrival:
             dicts or tuples.
     """
 
-    def __init__(self, taker: _Taker, interest: Interest, source: torch.Tensor) -> None:
+    def __init__(self, taker: _Taker, interest: Interest) -> None:
         self.key = interest.key
         self.size = interest.size
         self.unlisted_types: tuple[str, ...] = ()
         self._taker = taker
         self._interest = interest
-        self._source = source
+        self._extent = interest.extent  # the interest may lose it when the connector is closed
 
     @property
     def is_raw(self) -> bool:
@@ -60,7 +61,7 @@ class Arrival:
 
     def restore(self) -> object:
         """The payload, in memory of its own."""
-        restored = self._taker.restore(self._interest, self._source)
+        restored = self._taker.restore(self._interest, self._extent)
         self.unlisted_types = restored.unknown_types
         return restored.value
 

@@ -64,13 +64,13 @@ def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
                 _copy_on_device(leaf, target)
                 streams.add(leaf.stream)
             else:
-                _TO_HOST[leaf.tag](leaf, base + leaf.offset, target)
+                _copy_to_host(leaf, base, target)
     else:
         streams = {torch.cuda.current_stream(target.device)}
         for leaf in leaves:
             if leaf.tag != TENSOR:
                 staged = torch.empty(leaf.nbytes, dtype=torch.uint8, device="cpu")
-                _TO_HOST[leaf.tag](leaf, staged.data_ptr(), staged)
+                _TO_HOST[leaf.tag](leaf, staged.data_ptr())
                 target[leaf.offset : leaf.offset + leaf.nbytes].copy_(staged)
                 continue
             _copy_on_device(leaf, target)
@@ -78,6 +78,24 @@ def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
                 streams.add(leaf.stream)
     for stream in streams:
         stream.synchronize()
+
+
+def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
+    """Copy every leaf to host memory. False, and nothing is copied, if one is more than a run of bytes there."""
+    for leaf in leaves:
+        if leaf.tag == TENSOR and not (leaf.stream is None and _is_plain(leaf.source)):
+            return False
+    for leaf in leaves:
+        if leaf.tag == TENSOR:
+            _check_memory(leaf)
+            memmove(address + leaf.offset, leaf.source.data_ptr(), leaf.nbytes)
+        else:
+            _TO_HOST[leaf.tag](leaf, address + leaf.offset)
+    return True
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _copy_on_device(leaf: Leaf, target: torch.Tensor) -> None:
@@ -97,14 +115,15 @@ def _same_bits(leaf: Leaf, target: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return source, place
 
 
-def _copy_tensor(leaf: Leaf, address: int, target: torch.Tensor) -> None:
-    source = leaf.source
+def _copy_to_host(leaf: Leaf, base: int, target: torch.Tensor) -> None:
+    if leaf.tag != TENSOR:
+        _TO_HOST[leaf.tag](leaf, base + leaf.offset)
+        return
     _check_memory(leaf)
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        memmove(address, source.data_ptr(), leaf.nbytes)
+    if _is_plain(leaf.source):
+        memmove(base + leaf.offset, leaf.source.data_ptr(), leaf.nbytes)
     else:
-        bits, place = _same_bits(leaf, target)
-        _copy_strided(bits, place)
+        _copy_strided(*_same_bits(leaf, target))
 
 
 def _copy_strided(source: torch.Tensor, place: torch.Tensor) -> None:
@@ -139,11 +158,11 @@ def _check_memory(leaf: Leaf) -> None:
         )
 
 
-def _copy_bytes(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+def _copy_bytes(leaf: Leaf, address: int) -> None:
     memmove(address, leaf.source, leaf.nbytes)
 
 
-def _copy_bytearray(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+def _copy_bytearray(leaf: Leaf, address: int) -> None:
     if len(leaf.source) != leaf.nbytes:
         raise UnsupportedPayload(
             f"a bytearray of {leaf.nbytes} bytes had {len(leaf.source)} when it was copied: leave its length alone "
@@ -153,13 +172,13 @@ def _copy_bytearray(leaf: Leaf, address: int, target: torch.Tensor) -> None:
     memmove(address, ctypes.addressof(ctypes.c_char.from_buffer(leaf.source)), leaf.nbytes)
 
 
-def _copy_view(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+def _copy_view(leaf: Leaf, address: int) -> None:
     # A memoryview may be read-only, and ctypes takes no address of those: this copy holds the GIL.
     source = leaf.source if leaf.source.c_contiguous else leaf.source.tobytes()
     host_view(address, leaf.nbytes)[:] = memoryview(source).cast("B")
 
 
-def _copy_array(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+def _copy_array(leaf: Leaf, address: int) -> None:
     packed = required("numpy", "a numpy array").ascontiguousarray(leaf.source)
     if packed.nbytes != leaf.nbytes:
         raise UnsupportedPayload(
@@ -170,7 +189,7 @@ def _copy_array(leaf: Leaf, address: int, target: torch.Tensor) -> None:
     memmove(address, array_address(packed), leaf.nbytes)
 
 
-def _copy_image(leaf: Leaf, address: int, target: torch.Tensor) -> None:
+def _copy_image(leaf: Leaf, address: int) -> None:
     pixels = leaf.source.tobytes()
     if len(pixels) != leaf.nbytes:
         raise UnsupportedPayload(
@@ -181,8 +200,7 @@ def _copy_image(leaf: Leaf, address: int, target: torch.Tensor) -> None:
     memmove(address, pixels, leaf.nbytes)
 
 
-_TO_HOST: dict[int, Callable[[Leaf, int, torch.Tensor], None]] = {
-    TENSOR: _copy_tensor,
+_TO_HOST: dict[int, Callable[[Leaf, int], None]] = {
     BYTES: _copy_bytes,
     BYTEARRAY: _copy_bytearray,
     VIEW: _copy_view,

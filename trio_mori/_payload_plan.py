@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, UnsupportedPayload
-from ._payload_copy import Leaf, copy_leaves
+from ._payload_copy import Leaf, copy_leaves, copy_plain_leaves
 from ._payload_foreign import array_dtype, check_image, imported
 from ._payload_format import (
     ALIGNMENT,
@@ -75,6 +75,13 @@ class Plan:
     whole_header: bytes
     is_raw: bool
     _leaves: list[Leaf]
+
+    def copy_to(self, address: int) -> bool:
+        """As `copy_into`, to host memory; False, and nothing is copied, if that needs a tensor."""
+        if not copy_plain_leaves(self._leaves, address):
+            return False
+        self._leaves = []
+        return True
 
     def copy_into(self, target: torch.Tensor) -> None:
         """Copy the contents into a 1-D uint8 tensor of `size` bytes. Afterwards the source may change.

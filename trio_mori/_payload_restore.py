@@ -87,12 +87,6 @@ def restore(
         UnsupportedPayload: numpy or PIL is needed and cannot be imported.
         ConfigError: a type in `payload_types` that arrived is no struct type.
     """
-    if copy and device is None and source.is_cpu:
-        lone = glance(header).lone
-        if lone is not None and lone.nbytes <= source.numel():
-            result = new_tensor(lone.dtype, lone.shape)
-            memmove(result.data_ptr(), source.data_ptr(), lone.nbytes)
-            return Restored(result, ())
     listed = payload_types if isinstance(payload_types, Mapping) else {type_name(each): each for each in payload_types}
     place = None if device is None else torch.device(device)
     restorer = _Restorer(source, listed, place, copy=copy)
@@ -107,6 +101,12 @@ class Lone:
     dtype: torch.dtype
     shape: list[int]
     nbytes: int
+
+    def copy_of(self, address: int) -> torch.Tensor:
+        """The tensor, of its own memory, given where it lies in host memory."""
+        result = new_tensor(self.dtype, self.shape)
+        memmove(result.data_ptr(), address, self.nbytes)
+        return result
 
 
 @attrs.frozen

@@ -81,6 +81,7 @@ class Pool:
         self._token = trio.lowlevel.current_trio_token()
         self._queues: dict[str, OrderedDict[_Waiter, None]] = {INBOUND: OrderedDict(), OUTBOUND: OrderedDict()}
         self._closed = False
+        self._base = 0 if region.buffer is None else region.tensor.data_ptr()
         extents.on_free = self._serve
 
     def reserve_nowait(self, size: int, share: str) -> Extent:
@@ -92,8 +93,9 @@ class Pool:
             ConnectorClosed: the pool is closed.
         """
         self._check_open()
-        self.extents.check_limit(size, share)
-        self._check_turn(size, share)
+        if self._queues[share]:
+            self.extents.check_limit(size, share)
+            self._check_turn(size, share)
         return self.extents.allocate(size, share)
 
     async def reserve(self, size: int, share: str) -> Extent:
@@ -143,6 +145,11 @@ class Pool:
         """
         _check_inside(extent, size)
         return self.region.tensor[extent.offset : extent.offset + size]
+
+    def address(self, extent: Extent, size: int) -> int:
+        """Where they lie in host memory (0.3 us); 0 if they do not."""
+        _check_inside(extent, size)
+        return self._base and self._base + extent.offset
 
     def buffer(self, extent: Extent, size: int) -> memoryview:
         """The same bytes as a writable memoryview (0.1 us). For regions in host memory only."""

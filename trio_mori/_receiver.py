@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-import torch
 import trio
 
 from ._arrival import Arrival, StockArrival
@@ -27,7 +26,7 @@ from ._errors import (
     TrioMoriError,
 )
 from ._lease import Lease
-from ._payload import Restored
+from ._payload import Restored, glance
 from ._payload_types import PayloadTypes
 from ._pool import INLINE_COPY, Pool
 from ._protocol import inbox as book
@@ -180,13 +179,18 @@ class Receiver:
 
     def _begin(self, interest: Interest) -> Arrival:
         self.book.take(interest)
-        extent = interest.extent
-        source = self._pool.region.tensor[:0] if extent is None else self._pool.tensor(extent, interest.size)
-        return Arrival(self, interest, source)
+        return Arrival(self, interest)
 
-    def restore(self, interest: Interest, source: torch.Tensor) -> Restored:
+    def restore(self, interest: Interest, extent: Extent | None) -> Restored:
         """The payload that came, in memory of its own. In any thread."""
-        return self.payload_types.restore(interest.header, source)
+        header, size, pool = interest.header, interest.size, self._pool
+        if extent is None:
+            return self.payload_types.restore(header, pool.region.tensor[:0])
+        lone = glance(header).lone
+        address = pool.address(extent, size)
+        if lone is not None and address and lone.nbytes <= size:
+            return Restored(lone.copy_of(address), ())
+        return self.payload_types.restore(header, pool.tensor(extent, size))
 
     def finish(self, interest: Interest) -> None:
         """It has been copied: the sender may forget it."""

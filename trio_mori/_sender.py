@@ -127,7 +127,7 @@ class Sender:
 
     def _stage(self, key: str, extent: Extent, plan: _payload.Plan) -> Reservation:
         entry = self.book.stage(key, extent)
-        return Reservation(self, entry, plan, self._pool.tensor(extent, plan.size))
+        return Reservation(self, entry, plan, self._pool)
 
     def _check_open(self, key: str) -> None:
         if self.closing:

@@ -10,8 +10,7 @@ from ._errors import InternalError
 from ._payload import Plan
 
 if TYPE_CHECKING:
-    import torch
-
+    from ._pool import Pool
     from ._protocol.entries import Entry
     from ._statistics import Receipt
 
@@ -44,12 +43,13 @@ class Reservation:
         size: Bytes that the payload takes in the pool.
     """
 
-    def __init__(self, publisher: _Publisher, entry: Entry, plan: Plan, target: torch.Tensor) -> None:
+    def __init__(self, publisher: _Publisher, entry: Entry, plan: Plan, pool: Pool) -> None:
         self.size = plan.size
         self._publisher = publisher
         self._entry = entry
         self._plan = plan
-        self._target: torch.Tensor | None = target
+        self._pool = pool
+        self._open = True
 
     def fill(self) -> None:
         """Copy the payload in. Afterwards its source may be overwritten. Once, in any thread.
@@ -57,10 +57,13 @@ class Reservation:
         Raises:
             UnsupportedPayload: a source changed its length since it was planned.
         """
-        if self._target is None:
+        if not self._open:
             raise InternalError(f"the reservation of {self._entry.key!r} was filled or ended before")
-        target, self._target = self._target, None
-        self._plan.copy_into(target)
+        self._open = False
+        plan, extent = self._plan, self._entry.extent
+        address = self._pool.address(extent, plan.size)
+        if not address or not plan.copy_to(address):
+            plan.copy_into(self._pool.tensor(extent, plan.size))
 
     def publish(self) -> Receipt:
         """Let receivers have it.
@@ -69,10 +72,10 @@ class Reservation:
             KeyBusy: the payload under this key began to be transferred meanwhile; this one is gone without a trace.
             ConnectorClosed: the connector was closed meanwhile.
         """
-        self._target = None
+        self._open = False
         return self._publisher.publish(self._entry, self._plan)
 
     def release(self) -> None:
         """Give the room back unused."""
-        self._target = None
+        self._open = False
         self._publisher.unstage(self._entry)

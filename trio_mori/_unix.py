@@ -17,12 +17,13 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from math import inf
 
 import attrs
 import trio
 
 from ._errors import PeerLost
-from ._link import QueuedLink, Transport
+from ._link import QUIET, QueuedLink, Transport
 from ._scope import open_service
 from .abc import Arrived, Connected, Disconnected
 
@@ -77,6 +78,9 @@ class _UnixTransport(Transport):
         self._message: Arrived | None = None
         self._oversized = False
         self._routes = 0
+        self._looked = False  # since `readable` was last false
+        self._looked_at = -inf
+        self._busy = False
 
     # --- connections --------------------------------------------------------------------------------------
 
@@ -124,7 +128,7 @@ class _UnixTransport(Transport):
     def settle(self) -> bool:
         while self._message is None and not self._oversized:
             if not self._ready:
-                self._ready.extend(self._poll())
+                self._ready.extend(self._look_again())
                 if not self._ready:
                     self.readable = False
                     return False
@@ -134,6 +138,18 @@ class _UnixTransport(Transport):
                 self._receive(record)
         self.readable = True
         return True
+
+    def _look_again(self) -> list[int]:
+        """What has something now. After a pause one look is enough: if more comes, the descriptor tells."""
+        if self._looked and not self._busy:
+            self._looked = False
+            return []
+        now = trio.current_time()
+        self._busy = now - self._looked_at < QUIET
+        self._looked_at = now
+        ready = self._poll()
+        self._looked = bool(ready)
+        return ready
 
     def _poll(self) -> list[int]:
         ready = []

@@ -147,6 +147,7 @@ class Entry:
         expires_at: When it is dropped if nobody has fetched it.
         holder: The fetch or stock caller that has it while it is claimed or delivered.
         encoding: Its stock encoding, once a stock peer has asked.
+        names: Under which it is filed for clean-up.
     """
 
     key: str
@@ -159,6 +160,7 @@ class Entry:
     expires_at: float = inf
     holder: Fetch | StockCaller | None = None
     encoding: Encoding | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def stock_size(self) -> int | None:

@@ -67,7 +67,8 @@ class Shelf:
         self._filed[entry] = None
         self._by_key[entry.key] = entry
         self._tombstones.pop(entry.key, None)
-        for name in names_of(entry.key):
+        entry.names = names_of(entry.key)
+        for name in entry.names:
             self._by_name.setdefault(name, {})[entry] = None
         entry.expires_at = now + self._ttl
 
@@ -102,7 +103,7 @@ class Shelf:
     def _unfile(self, entry: Entry) -> None:
         if self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
-        for name in names_of(entry.key):
+        for name in entry.names:
             namesakes = self._by_name.get(name)
             if namesakes is not None:
                 namesakes.pop(entry, None)
