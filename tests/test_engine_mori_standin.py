@@ -19,7 +19,7 @@ from mori_standin import Fabric, PeerFailureEvent, PeerFailureReason, StatusCode
 from rig import EVERY_ENGINE_CHECK
 from trio.testing import wait_all_tasks_blocked
 
-from trio_mori import ConfigError, EngineUnavailable, TransferFailed
+from trio_mori import ConfigError, EngineUnavailable, TransferFailed, open_connector
 from trio_mori._engines import _mori, _mori_sweep, _mori_transfers, open_engine
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, Region, Write
@@ -77,6 +77,31 @@ async def test_every_option_reaches_mori_and_the_environment_is_as_before(
         if name not in ("host", "rdma_devices"):
             expected = mori_standin.PollCqMode.EVENT if name == "poll_cq_mode" else value
             assert getattr(config, name) == expected
+
+
+@deterministic
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_connectors_configuration_reaches_mori(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    monkeypatch.setenv("MORI_RDMA_DEVICES", "of_the_environment")
+    told: dict[str, object] = {
+        "qp_per_transfer": 2,
+        "post_batch_size": 8,
+        "num_worker_threads": 3,
+        "poll_cq_mode": "event",
+        "chunk_bytes": 4096,
+        "num_nics_per_transfer": 2,
+    }
+    more = {"device_name": "mlx5_0"} if named else {}
+    config = {"role": "sender", "host": "127.0.0.1", "zmq_port": 0, "backend_type": "rdma", "memory_pool_size": SIZE}
+    with trio.fail_after(10):
+        async with open_connector({**config, **told, **more}):
+            assert os.environ["MORI_RDMA_DEVICES"] == "of_the_environment"
+    assert fabric.devices == ["mlx5_0" if named else "of_the_environment"]
+    (got,) = fabric.configs
+    expected = {**told, "poll_cq_mode": mori_standin.PollCqMode.EVENT, "enable_transfer_chunking": True}
+    assert {name: getattr(got, name) for name in expected} == expected
 
 
 @deterministic
