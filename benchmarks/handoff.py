@@ -1,7 +1,7 @@
 """How long a get takes: ours, and one of the stock connector's shape, in one run.
 
-Three processes: a sender of ours, a sender of the stock shape (a ROUTER socket polled by a thread, four worker
-threads, a queue back to the poller), and the receiver, which measures. Blocks of 50, of kinds in random order:
+Three processes: a sender of ours, a sender of the stock shape (see stock_shape.py), and the receiver, which measures.
+Blocks of 50, of kinds in random order:
 
 * *waiting*: our `get` waits; the clock runs from the start of `put` until `get` has returned;
 * *present*: the payload was put before; the clock runs for our `get` alone;
@@ -42,17 +42,17 @@ async def send(size: int) -> None:
     """The sending process: puts a block of payloads for each line of its standard input."""
     torch.set_num_threads(1)
     payload = torch.zeros(size, dtype=torch.uint8)
-    stamp = payload[:8].view(torch.int64)
     config = {"role": "sender", "host": "127.0.0.1", "zmq_port": 0, "memory_pool_size": POOL, "stage_id": 0}
     async with trio_mori.open_connector(config) as connector:
         print(connector.get_connection_info()["zmq_port"], flush=True)
         while line := await trio.to_thread.run_sync(sys.stdin.readline):
             block, pause = line.split()
+            begun = []
             for number in range(BLOCK):
                 await trio.sleep(float(pause))
-                stamp[0] = time.monotonic_ns()
+                begun.append(time.monotonic_ns())
                 await connector.put(*EDGE, f"{block}-{number}", payload)
-            print(flush=True)
+            print(json.dumps(begun), flush=True)
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -88,24 +88,22 @@ async def receive(
                 elif kind != "two round trips":
                     sender.stdin.write(f"{block} 0\n")
                     sender.stdout.readline()
+                begun, ended = [], []
                 for each in range(BLOCK):
                     key = f"{block}-{each}"
                     if kind != "waiting":
                         await trio.sleep(PAUSE)
-                    begin = time.monotonic_ns()
+                    begun.append(time.monotonic_ns())
                     if kind == "two round trips":
                         stock.get(key)
                     elif kind == "two round trips, our sender":
                         ours_by_stock.get(f"{key}@{EDGE[0]}_{EDGE[1]}")
                     else:
-                        payload = await connector.get(*EDGE, key)
-                    end = time.monotonic_ns()
-                    if kind == "waiting":
-                        assert isinstance(payload, torch.Tensor)
-                        begin = int(payload[:8].view(torch.int64))
-                    took[kind].append((end - begin) / 1000)
+                        await connector.get(*EDGE, key)
+                    ended.append(time.monotonic_ns())
                 if kind == "waiting":
-                    sender.stdout.readline()
+                    begun = json.loads(sender.stdout.readline())
+                took[kind] += [(end - begin) / 1000 for begin, end in zip(begun, ended, strict=True)]
     return took
 
 
