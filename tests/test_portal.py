@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from threads import Other
 
 from trio_mori import ConnectorClosed, Misuse
 from trio_mori._portal import Portal, _Call
@@ -35,30 +36,6 @@ def open_portal() -> Iterator[Portal]:
     portal = Portal()
     yield portal
     portal.close()
-
-
-class Other:
-    """Something that runs in another thread, and what became of it."""
-
-    def __init__(self, function: Callable[..., object], *args: object) -> None:
-        self.value: object = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(function, args), daemon=True)
-        self._thread.start()
-
-    def _run(self, function: Callable[..., object], args: tuple[object, ...]) -> None:
-        try:
-            self.value = function(*args)
-        except BaseException as error:  # noqa: BLE001 - raised again by `wait`
-            self.error = error
-
-    def wait(self) -> object:
-        """What it returned, or raise what it raised; it has ended soon."""
-        self._thread.join(SOON)
-        assert not self._thread.is_alive(), "it still waits"
-        if self.error is not None:
-            raise self.error
-        return self.value
 
 
 class Parked:
@@ -209,11 +186,10 @@ def test_a_call_in_the_loops_own_thread_is_refused(portal: Portal) -> None:
     assert portal.call(echo, 1) == 1
 
 
-def run_program(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],  # forking beside threads is one
         cwd=ROOT,
-        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=60,
