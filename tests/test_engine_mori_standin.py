@@ -237,6 +237,23 @@ async def test_what_mori_raises_for_a_peer_that_was_reached_before_is_carried_ov
 
 
 @deterministic
+async def test_what_a_session_of_mori_raises_is_carried_over(fabric: Fabric) -> None:
+    class Broken:
+        def write(self, *arguments: object) -> None:
+            raise RuntimeError("the session is broken")
+
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer):
+            await engine.write(peer, Write(0, 0, 100))
+            peer.session = Broken()  # type: ignore[assignment]
+            with pytest.raises(TransferFailed, match="the session is broken") as failed:
+                await engine.write(peer, Write(0, 0, 100))
+            assert not failed.value.settled
+            assert peer.outlet is not None
+            assert peer.outlet.doubtful
+
+
+@deterministic
 async def test_what_mori_raises_when_it_is_asked_is_carried_over(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,7 +196,10 @@ class MoriEngine(Engine):
             peer.check_present()
         status = None
         if peer.session is not None and write.size:
-            status = peer.session.write(write.source, write.destination, write.size, next(self._uids))
+            try:
+                status = peer.session.write(write.source, write.destination, write.size, next(self._uids))
+            except RuntimeError as error:
+                raise self._transfers.doubt(peer, peer.outlet, write, error) from error
         # Asked for the first time it keeps the GIL, for 0.2 us, and nobody else asks.
         if (status is not None and status.Succeeded()) or not write.size:
             await trio.lowlevel.cancel_shielded_checkpoint()

@@ -82,6 +82,12 @@ class Transfers:
                 self.let_go(peer)
             self._progress.unpark_all()
 
+    def doubt(self, peer: MoriPeer, outlet: Outlet | None, write: Write, error: Exception) -> TransferFailed:
+        """What to raise when Mori has raised something: nobody knows then what it has posted, and it is kept."""
+        if outlet is not None:
+            outlet.doubtful = True
+        return TransferFailed(f"write of {write.size} bytes to {peer.identity} failed: {error}", settled=False)
+
     def let_go(self, peer: MoriPeer) -> None:
         """Forget what was opened for a peer that was dropped; when its last write ends, if there are some."""
         if peer.writes:
@@ -142,10 +148,7 @@ class Transfers:
         try:
             return outlet.post(peer.memory, write)
         except RuntimeError as error:
-            outlet.doubtful = True
-            raise TransferFailed(
-                f"write of {write.size} bytes to {peer.identity} failed: {error}", settled=False
-            ) from error
+            raise self.doubt(peer, outlet, write, error) from error
 
     async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Not cancellable, but abandoned with everything else."""
@@ -193,8 +196,7 @@ class Transfers:
             peer.outlet = None  # the next write connects again, in a thread
             raise TransferFailed(f"{what} given up: Mori lost the peer: {pending.lost}", settled=False)
         if pending.error is not None:
-            outlet.doubtful = True
-            raise TransferFailed(f"{what} failed: {pending.error}", settled=False) from pending.error
+            raise self.doubt(peer, outlet, write, pending.error) from pending.error
 
     def _failure(self, peer: MoriPeer, outlet: Outlet, write: Write, status: Status | None) -> TransferFailed:
         name, message = "no status", ""
