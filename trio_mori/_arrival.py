@@ -13,7 +13,7 @@ from ._lease import Lease
 from ._payload import Restored
 from ._payload_types import PayloadTypes
 from ._protocol.extents import Extent
-from ._protocol.inbox import Interest, State
+from ._protocol.interests import Interest, State
 
 
 class _Taker(Protocol):

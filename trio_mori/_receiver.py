@@ -29,10 +29,11 @@ from ._lease import Lease
 from ._payload import Restored, glance
 from ._payload_types import PayloadTypes
 from ._pool import INLINE_COPY, Pool
-from ._protocol import inbox as book
+from ._protocol import interests as book
 from ._protocol import wire
 from ._protocol.extents import INBOUND, Extent
-from ._protocol.inbox import Channel, Inbox, Interest, State
+from ._protocol.inbox import Inbox
+from ._protocol.interests import Channel, Interest, State
 from ._protocol.keys import edge_of, names_of
 from ._stock import StockSender
 from ._traffic import Traffic

@@ -20,9 +20,10 @@ from ._errors import (
     TrioMoriError,
 )
 from ._offers import find_offer, offer_of
-from ._protocol import inbox as book
+from ._protocol import interests as book
 from ._protocol import wire
-from ._protocol.inbox import Channel, Inbox, Interest
+from ._protocol.inbox import Inbox
+from ._protocol.interests import Channel, Interest
 from ._stock import StockSender
 from ._unix import LOCAL_PREFIX, open_unix_dialler
 from ._zmq import open_dialler

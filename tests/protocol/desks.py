@@ -8,7 +8,8 @@ from trio_mori._errors import TransferFailed
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Entry, Session, Ticket
 from trio_mori._protocol.extents import INBOUND, OUTBOUND, Extent, Extents
-from trio_mori._protocol.inbox import Channel, Inbox, Interest, State
+from trio_mori._protocol.inbox import Inbox
+from trio_mori._protocol.interests import Channel, Interest, State
 from trio_mori._protocol.outbox import Outbox, OutboxLimits
 
 UNIT = 4096

@@ -8,7 +8,7 @@ from trio_mori._errors import NoRoom, TooBig
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Fetch, Phase, Want
 from trio_mori._protocol.extents import INBOUND, Extent
-from trio_mori._protocol.inbox import TOO_BIG, State
+from trio_mori._protocol.interests import TOO_BIG, State
 from trio_mori._protocol.shelf import extents_of
 
 __all__ = ["KEYS", "check", "finish"]

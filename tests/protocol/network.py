@@ -16,7 +16,8 @@ from trio_mori._errors import KeyBusy, NoRoom, TransferFailed
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Entry, Fetch, Phase, Session, StockCaller, Ticket, Want
 from trio_mori._protocol.extents import INBOUND, OUTBOUND, Extent, Extents
-from trio_mori._protocol.inbox import Inbox, Interest, State
+from trio_mori._protocol.inbox import Inbox
+from trio_mori._protocol.interests import Interest, State
 from trio_mori._protocol.keys import names_of
 from trio_mori._protocol.outbox import Outbox, OutboxLimits
 from trio_mori._protocol.shelf import extents_of

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from model import KEYS, NAMES, SIZES, check, finish
 from network import ROUTES, Copy, Receiver, Sender, World
 
-from trio_mori._protocol.inbox import State
+from trio_mori._protocol.interests import State
 
 # How often each kind of trouble is drawn, beside about 20 for puts, gets and what callers do, if it is in an example.
 TROUBLES = {

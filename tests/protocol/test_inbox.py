@@ -5,15 +5,8 @@ from desks import EPOCH, KEY, UNIT, ReceiverDesk, fetch_of
 
 from trio_mori._errors import NoRoom, RemoteProtocolError
 from trio_mori._protocol import wire
-from trio_mori._protocol.inbox import (
-    FIRST_CAPACITY,
-    MISMATCH,
-    PEER_LOST,
-    PEER_RESTARTED,
-    RECENT,
-    TOO_BIG,
-    State,
-)
+from trio_mori._protocol.inbox import FIRST_CAPACITY, RECENT
+from trio_mori._protocol.interests import MISMATCH, PEER_LOST, PEER_RESTARTED, TOO_BIG, State
 
 pytestmark = pytest.mark.deterministic
 

@@ -6,7 +6,8 @@ from desks import EPOCH, KEY, UNIT, ReceiverDesk, fetch_of
 from trio_mori._errors import InternalError, NoRoom
 from trio_mori._protocol import wire
 from trio_mori._protocol.extents import INBOUND
-from trio_mori._protocol.inbox import FIRST_CAPACITY, PEER_LOST, PEER_RESTARTED, State
+from trio_mori._protocol.inbox import FIRST_CAPACITY
+from trio_mori._protocol.interests import PEER_LOST, PEER_RESTARTED, State
 
 pytestmark = pytest.mark.deterministic
 

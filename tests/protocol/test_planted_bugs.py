@@ -16,7 +16,8 @@ from test_books_machine import Books
 
 from trio_mori._errors import InternalError
 from trio_mori._protocol.entries import ENTRY_TABLE, Course, Entry, Event, Phase, Session, Ticket, Want
-from trio_mori._protocol.inbox import Channel, Inbox, Interest
+from trio_mori._protocol.inbox import Inbox
+from trio_mori._protocol.interests import Channel, Interest
 from trio_mori._protocol.outbox import Outbox
 from trio_mori._protocol.shelf import Shelf
 

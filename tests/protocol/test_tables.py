@@ -13,7 +13,7 @@ from desks import EPOCH, KEY, UNIT, ReceiverDesk, SenderDesk
 from trio_mori._errors import InternalError
 from trio_mori._protocol import entries, wire
 from trio_mori._protocol.entries import ENTRY_TABLE, WANT_TABLE, Event, Phase, Session, Step, Ticket, Want
-from trio_mori._protocol.inbox import INTEREST_TABLE, Cause, Interest, State
+from trio_mori._protocol.interests import INTEREST_TABLE, Cause, Interest, State
 
 pytestmark = pytest.mark.deterministic
 
