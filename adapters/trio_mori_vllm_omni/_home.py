@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from trio_mori import (
     Plan,
     Reservation,
     StockArrival,
+    TrioMoriError,
     open_connector,
 )
 from trio_mori import Connector as Core
@@ -56,6 +57,7 @@ class Shared:
         self.reasons = Reasons(config.stage_id)
         self.users = 0
         self.closed = trio.Event()
+        self._failure: Exception | None = None  # of a core connector that was open
         self._nursery = nursery
         self._opening = trio.Lock()
         self._cores: dict[str, Core] = {}
@@ -76,6 +78,7 @@ class Shared:
             BindFailed, EngineUnavailable, ConfigError: as `open_connector`.
             ConnectorClosed: closed meanwhile.
         """
+        self.check_alive()
         core = self._cores.get(role)
         if core is not None:
             return core
@@ -95,16 +98,26 @@ class Shared:
                 task_status.started(core)
                 await self._ending.wait()
         except Exception as error:
-            # Before it is open it is the caller's. Afterwards there is nobody to raise it to, and the loop must go on:
-            # whoever calls next is told that the connector is closed, and finds the cause here.
+            # Before it is open it is the caller's. Afterwards there is nobody to raise it to, and the loop must go on.
             if not opened:
                 raise
-            self.reasons.note(role, error)
-            logger.exception("a connector failed")
+            self._failure = error
+            logger.exception("a connector of stage %d failed", self.config.stage_id)
         finally:
             self._hosts -= 1
             if self._ending.is_set() and not self._hosts:
                 self.closed.set()
+
+    def check_alive(self) -> None:
+        """See that no core connector has failed. In any thread.
+
+        Raises:
+            ConnectorClosed: one has.
+        """
+        if self._failure is not None:
+            raise ConnectorClosed(
+                f"the connector of stage {self.config.stage_id} has failed: {self._failure!r}"
+            ) from self._failure
 
     async def close(self) -> None:
         """End everything, as a task."""
@@ -128,6 +141,7 @@ class Shared:
             NotReady: `wait_listening` comes first.
             NoRoom, TooBig, KeyBusy, ConnectorClosed: as `Connector.reserve_nowait`.
         """
+        self.check_alive()
         core = self._cores.get("sender")
         if core is None:
             raise NotReady("the sender of this stage is not open yet")
@@ -136,6 +150,13 @@ class Shared:
         reservation = core.reserve_nowait(from_stage, to_stage, key, plan)
         info = core.get_connection_info()
         return reservation, info["host"], info["zmq_port"]
+
+    def publish(self, reservation: Reservation) -> None:
+        """Let receivers have what was filled."""
+        try:
+            reservation.publish()
+        except TrioMoriError as error:  # closed meanwhile, or its key is being transferred: put has returned already
+            self.reasons.note("put", error)
 
     async def wait_listening(self) -> None:
         """Open the sender, and have the port: an idle instance of another process gives it up when it is asked.
@@ -150,7 +171,12 @@ class Shared:
     def poll(
         self, post: Callable[[Callable[[], object]], None], edge: tuple[str, str], key: str, source: tuple[str, int]
     ) -> AnyArrival | None:
-        """Look for a payload, and have it asked for if it was not. In any thread; waits for nobody."""
+        """Look for a payload, and have it asked for if it was not. In any thread; waits for nobody.
+
+        Raises:
+            ConnectorClosed: the connector has failed, or the loop.
+        """
+        self.check_alive()
         name = (f"{key}@{edge[0]}_{edge[1]}", *source)
         with self._lock:
             interest, is_new = self._interests.poll(name, time.monotonic())
@@ -234,7 +260,7 @@ class Shared:
         for core in self._cores.values():
             core.cleanup_nowait(name, *(edge or (None, None)))
         suffix = "" if edge is None else f"@{edge[0]}_{edge[1]}"
-        self._give_up(lambda full: full.endswith(suffix) and full.rpartition("@")[0] == name)
+        self._give_up(lambda full: full.endswith(suffix) and _belongs(full, name))
 
     def health(self) -> dict[str, Any]:
         """The core connectors' health, added up."""
@@ -260,6 +286,13 @@ class Shared:
         """How many payloads are polled for."""
         with self._lock:
             return len(self._interests)
+
+
+def _belongs(full: str, name: str) -> bool:
+    """Whether a full key is that name's, or of a chunk of the request of that name."""
+    key, _, edge = full.rpartition("@")
+    ending = key.removeprefix(f"{name}_{edge.partition('_')[0]}_")
+    return key == name or (ending != key and ending.isdigit())
 
 
 _SEVERITY = ("", "healthy", "degraded", "unhealthy")
@@ -302,15 +335,24 @@ class Home:
     def __init__(self, portal: Any) -> None:
         self.portal = portal
         self.pid = os.getpid()
+        self.is_over = False
         self._nursery: trio.Nursery | None = None
         self._shared: dict[ConnectorConfig, Shared] = {}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Its nursery, for as long as the process lives."""
-        async with trio.open_nursery() as self._nursery:
-            yield
-            self._nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as self._nursery:
+                yield
+                self._nursery.cancel_scope.cancel()
+        except Exception as error:
+            causes: Sequence[Exception] = getattr(error, "exceptions", ())
+            if len(causes) == 1:
+                raise causes[0] from None  # what callers are told is the error itself, not its group
+            raise
+        finally:
+            self.is_over = True
 
     async def join(self, config: ConnectorConfig) -> Client:
         """A hold on what the connectors of a configuration share.

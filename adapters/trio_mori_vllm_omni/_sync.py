@@ -143,7 +143,7 @@ class SyncConnector:
         except BaseException:
             self._home.post(reservation.release)
             raise
-        self._home.post(reservation.publish)
+        self._home.post(partial(client.shared.publish, reservation))
         address: Any = _Address(host, port)
         metadata = Receipt(plan.size, plan.is_raw, plan.whole_header, address).metadata
         return True, metadata["data_size"], metadata
@@ -213,10 +213,9 @@ class SyncConnector:
     def _deliver(self, arrival: AnyArrival) -> tuple[Any, int]:
         try:
             value = self._received(arrival)
-        except BaseException:
-            self._post_last(arrival.give_back)
-            raise
-        self._post_last(arrival.finish)
+        finally:
+            # Also of what cannot be read: it would come again, and could be read no better.
+            self._post_last(arrival.finish)
         return value, arrival.size
 
     def _plan(self, data: Any) -> Plan:
@@ -245,6 +244,8 @@ class SyncConnector:
             return ReceivedBuffer(value.contiguous().view(-1).view(torch.uint8))
         if isinstance(value, bytes):
             return ReceivedBuffer(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        if self._core_config.memory_pool_device != "cpu":
+            value = _on_host(value)
         return bytes(value) if isinstance(value, bytearray) else self._codec.revived(value)
 
     def abandon_get(self, get_key: str) -> None:
@@ -360,6 +361,8 @@ class SyncConnector:
         client = self._client
         if client is None or client.closed:
             raise ConnectorClosed(f"the connector of stage {self.stage_id} was closed")
+        if self._home.is_over:
+            self._home.portal.post(int)  # raises, and says why
         if self._home.portal.in_portal:
             raise Misuse(
                 "a connector was called in the loop's own thread, where it would wait for itself; call it from another"
@@ -383,6 +386,15 @@ def _first_of(key: str, stage: str) -> str | None:
     """The request whose first chunk a key is, or None."""
     ending = f"_{stage}_0"
     return key[: -len(ending)] if key.endswith(ending) and len(key) > len(ending) else None
+
+
+def _on_host(tree: object) -> object:
+    """A tree with its tensors in host memory, where the stock serializer delivers them whatever the pool is on."""
+    if isinstance(tree, torch.Tensor):
+        return tree.cpu()
+    if isinstance(tree, list):
+        return [_on_host(each) for each in tree]
+    return {key: _on_host(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 class _Address:

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-import trio
 import trio_mori_vllm_omni._home as home_module
 from trio_mori_vllm_omni._interests import PATIENCE
 from trio_mori_vllm_omni._place import find_place
@@ -109,6 +108,15 @@ def poll(connector: SyncConnector, key: str, metadata: dict[str, object] | None 
 
     eventually(is_there, f"the arrival of {key}")
     return got[0]
+
+
+def is_told(call: Callable[[], object], what: str) -> bool:
+    """Whether a call says that the connector is closed, and that this is why."""
+    try:
+        call()
+    except ConnectorClosed as error:
+        return what in str(error)
+    return False
 
 
 def is_whole(connector: SyncConnector) -> bool:
@@ -338,6 +346,17 @@ def test_cleanup_takes_both_stages_or_neither() -> None:
 
 
 @deterministic
+def test_cleanup_of_a_request_gives_up_what_is_polled_for_of_it_and_nothing_else() -> None:
+    with open_pair() as (_, down):
+        for key in ("r", "r_0_0", "r_0_12", "rr_0_0", "r_0_x", "r_1_0"):
+            assert down.get("0", "1", key) is None
+        down.cleanup("r", "0", "1")
+        assert down.health()["polled"] == 3
+        down.cleanup("rr")
+        assert down.health()["polled"] == 2
+
+
+@deterministic
 def test_chunks_of_an_aborted_request_are_forgotten_and_others_stay() -> None:
     with open_pair() as (up, down):
         for request in ("a", "b"):
@@ -503,36 +522,45 @@ def test_calls_in_the_loop_s_own_thread_are_refused_and_close_does_not_wait() ->
 @deterministic
 def test_the_loop_s_death_is_the_cause_of_every_later_error_and_a_new_connector_gets_a_new_loop() -> None:
     with open_pair() as (up, down):
-
-        def crash() -> None:
-            raise RuntimeError("planted")
-
-        trio_thread_is_over = threading.Event()
-
-        async def die() -> None:
-            up._home._nursery.start_soon(fail)  # type: ignore[union-attr]
-            await trio.sleep_forever()
+        assert down.get("0", "1", "k") is None
 
         async def fail() -> None:
-            crash()
+            raise RuntimeError("planted")
 
-        def cause() -> None:
-            with pytest.raises((ConnectorClosed, RuntimeError)):
-                up._home.portal.call(die)
-            trio_thread_is_over.set()
-
-        threading.Thread(target=cause).start()
+        up._home.post(lambda: up._home._nursery.start_soon(fail))  # type: ignore[union-attr]
         begun = time.monotonic()
-        assert trio_thread_is_over.wait(LIMIT)
+        for call in (
+            lambda: up.put("0", "1", "k", b"x"),
+            lambda: down.get("0", "1", "k"),
+            lambda: down.get_with_deadline("0", "1", "k", deadline=begun + LIMIT),
+            lambda: up.cleanup("k"),
+        ):
+            eventually(lambda call=call: is_told(call, "died of RuntimeError: planted"), "the error")  # type: ignore[misc]
         for connector in (up, down):
-            with pytest.raises(ConnectorClosed):
-                connector.put("0", "1", "k", b"x")
             assert connector.health()["status"] == "unhealthy"
             connector.close()
         assert time.monotonic() - begun < 2
     with open_pair() as (up, down):
         up.put("0", "1", "k", {"n": 1})
         assert poll(down, "k")[0] == {"n": 1}
+
+
+def test_a_failure_of_the_core_connector_is_the_cause_of_every_later_error_and_spares_the_others() -> None:
+    with open_pair() as (up, down):
+        assert down.get("0", "1", "k") is None
+        assert down._client is not None
+        shared = down._client.shared
+
+        async def fail() -> None:
+            raise RuntimeError("planted")
+
+        core = down._home.portal.call(shared.core, "receiver")
+        down._home.post(lambda: core._receiver.nursery.start_soon(fail))
+
+        eventually(lambda: is_told(lambda: down.get("0", "1", "k"), "planted"), "that the poller is told")
+        with pytest.raises(ConnectorClosed, match=r"stage 1 has failed.*planted"):
+            down.get_with_deadline("0", "1", "k", deadline=time.monotonic() + LIMIT)
+        assert up.put("0", "1", "k", b"x")[0]
 
 
 def test_a_forked_child_is_refused_and_leaves_its_parent_alone() -> None:
