@@ -118,6 +118,11 @@ def _open_on_gpu(backend: str, size: int) -> AbstractAsyncContextManager[Engine]
     return open_engine(backend, pool_size=size, device="cuda:0")
 
 
-def seldom_more(seconds: list[float]) -> float:
-    """What 19 of 20 are below: other processes run on this machine, too, and take the rest."""
-    return statistics.quantiles(seconds, n=20)[-1]
+def assert_prompt(seconds: list[float]) -> None:
+    """Answers come within 50 ms, and none as late as if it had waited for a held copy.
+
+    Half of them within that time will do: other processes run on this machine, too.
+    """
+    assert len(seconds) >= 40
+    assert statistics.median(seconds) < 0.05, sorted(seconds)
+    assert max(seconds) < HELD, sorted(seconds)
