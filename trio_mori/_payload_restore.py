@@ -91,7 +91,11 @@ def restore(
     place = None if device is None else torch.device(device)
     restorer = _Restorer(source, listed, place, copy=copy)
     opened = open_header(header, restorer.fetch)
-    return Restored(restorer.build(opened, opened.skeleton, 0), tuple(sorted(restorer.unknown)))
+    value = restorer.build(opened, opened.skeleton, 0)
+    if copy and not source.is_cpu:
+        # The copies were only queued, and whoever called may free the source now.
+        torch.cuda.current_stream(source.device).synchronize()
+    return Restored(value, tuple(sorted(restorer.unknown)))
 
 
 @attrs.frozen
