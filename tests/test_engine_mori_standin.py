@@ -379,6 +379,13 @@ async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> N
                 for index in range(64):
                     nursery.start_soon(engine.write, peer, Write(index, index, 100))
                 await wait_all_tasks_blocked()
+                transfers = engine._transfers
+                limiters = (
+                    transfers._sweep._threads,
+                    transfers._threads,
+                    trio.to_thread.current_default_thread_limiter(),
+                )
+                assert [limiter.borrowed_tokens for limiter in limiters] == [1, 0, 0]
                 fabric.fate = StatusCode.SUCCESS
                 await engine.write(quick, Write(0, 0, 100))
                 for status in fabric.statuses:

@@ -31,15 +31,24 @@ async def test_the_engine_keeps_its_contract(check: Check, delay: float) -> None
 
 
 async def test_a_write_out_of_range_is_refused_before_mori_sees_it() -> None:
+    class Recorder:
+        def write(self, *arguments: int) -> None:
+            posted.append(arguments)
+
+    posted: list[object] = []
     with trio.fail_after(30):
         async with open_xgmi(64 * KIB) as engine, open_xgmi(64 * KIB) as other:
             peer = engine.add_peer(other.descriptor)
-            posted: list[Write] = []
-            engine._transfers._open_and_post = lambda peer, write: posted.append(write)
-            for write in (Write(0, 64 * KIB - 1, 2), Write(64 * KIB, 0, 1), Write(0, 1 << 62, 1), Write(0, -1, 1)):
-                with pytest.raises(TransferFailed, match="refused") as refused:
-                    await engine.write(peer, write)
-                assert refused.value.settled
+            for first in (True, False):
+                if not first:
+                    del engine._transfers._open_and_post
+                    await engine.write(peer, Write(0, 0, 64 * KIB))
+                    peer.session = Recorder()
+                engine._transfers._open_and_post = lambda peer, write: posted.append(write)
+                for write in (Write(0, 64 * KIB - 1, 2), Write(64 * KIB, 0, 1), Write(0, 1 << 62, 1), Write(0, -1, 1)):
+                    with pytest.raises(TransferFailed, match="refused") as refused:
+                        await engine.write(peer, write)
+                    assert refused.value.settled
             assert not posted
 
 
