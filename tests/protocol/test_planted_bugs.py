@@ -1,7 +1,7 @@
 """The machine of the books finds what it is there to find: each test plants a bug, and the alarm must come.
 
-The examples are the same in every run with the same Hypothesis. One in three of them to one in twelve finds a bug of
-these, but a second start of a fetch: one in sixty; so that a thousand leave nothing to chance.
+The examples are the same in every run with the same Hypothesis. Of ten examples with the trouble that brings it out one
+to eight find a bug, as far as these are concerned; so that three hundred leave nothing to chance.
 """
 
 from __future__ import annotations
@@ -97,24 +97,26 @@ def what_expires_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shelf, "expired", expired)
 
 
-PLANTS: list[Plant] = [
-    a_write_that_takes_too_long_counts_as_ended,
-    what_is_given_back_is_free_at_once,
-    another_sender_proves_the_last_one_dead,
-    a_fetch_starts_as_often_as_it_comes,
-    a_cancel_counts_as_an_acknowledgement,
-    silence_counts_as_an_acknowledgement,
-    what_was_delivered_is_never_published_again,
-    what_expires_keeps_its_memory,
-]
+# Each bug, and the trouble that brings it out.
+PLANTS: dict[Plant, set[str]] = {
+    a_write_that_takes_too_long_counts_as_ended: {"slow writes", "time"},
+    what_is_given_back_is_free_at_once: {"slow writes"},
+    another_sender_proves_the_last_one_dead: {"slow writes", "sending processes"},
+    a_fetch_starts_as_often_as_it_comes: {"held messages"},
+    a_cancel_counts_as_an_acknowledgement: {"held messages"},
+    silence_counts_as_an_acknowledgement: {"time"},
+    what_was_delivered_is_never_published_again: {"broken links"},
+    what_expires_keeps_its_memory: {"time"},
+}
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_the_alarm_comes_when(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
+    monkeypatch.setattr(Books, "focus", PLANTS[plant])
     quick = settings(
-        max_examples=1000,
-        stateful_step_count=80,
+        max_examples=300,
+        stateful_step_count=64,
         derandomize=True,
         database=None,
         deadline=None,
