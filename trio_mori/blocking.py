@@ -25,7 +25,7 @@ from ._buffer import ManagedBuffer
 from ._chunks import ChunkReceiver, ChunkSender
 from ._config import ConnectorConfig
 from ._connector import Connector
-from ._errors import ConnectorClosed, Misuse, NoRoom
+from ._errors import ConnectorClosed, Misuse, NoRoom, NotReady
 from ._lease import Lease
 from ._payload import Plan
 from ._portal import Entered, Portal
@@ -120,7 +120,7 @@ class BlockingConnector:
         _check(timeout)
         try:
             return self.put_nowait(from_stage, to_stage, key, data)
-        except NoRoom:
+        except (NoRoom, NotReady):
             return self._portal.call(
                 self._connector.put, from_stage, to_stage, key, data, timeout=timeout, what=f"put of {key!r}"
             )
@@ -150,6 +150,11 @@ class BlockingConnector:
     def _reserve(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> _Held[Reservation]:
         reservation = self._connector.reserve_nowait(from_stage, to_stage, key, plan)
         return _Held(self._portal, reservation, reservation.release)
+
+    def wait_listening(self, *, timeout: float | None = None) -> None:
+        """See `Connector.wait_listening`. Raises TimeoutError when nothing has decided it in time."""
+        _check(timeout)
+        self._portal.call(self._connector.wait_listening, timeout=timeout, what="wait_listening")
 
     # --- get ----------------------------------------------------------------------------------------------
 
