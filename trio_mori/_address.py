@@ -14,7 +14,7 @@ import trio
 
 from ._config import ConnectorConfig
 from ._errors import BindFailed, InternalError
-from ._inquiry import ask_holder, held_by, held_by_instance, tell_apart
+from ._inquiry import NOBODY, ask_holder, held_by, held_by_instance, tell_apart
 from ._protocol import wire
 from ._sender import Sender
 from ._unix import LOCAL_PREFIX, UnixListener, open_unix_listener
@@ -23,8 +23,15 @@ from ._zmq import open_listener
 logger = logging.getLogger("trio_mori.port")
 
 # How often listening is tried. Somebody who listens and answers decides it the first time; further times are for
-# holders that end, yield, or are overtaken by a third one.
-ATTEMPTS = 4
+# holders that end or yield, and for others that are quicker then.
+ATTEMPTS = 8
+
+# Seconds before the third time, doubled each time. What else comes and goes there is given 1.3 s in all.
+PAUSE = 0.02
+
+# Seconds that a holder which yields may take until the port is free: it waits for its receivers for a quarter of one,
+# and for its socket. One that closes has its `close_grace`, which is ours, beforehand.
+PATIENCE = 2.0
 
 
 class Standing(Enum):
@@ -144,7 +151,7 @@ class Address:
         try:
             await self._claim(wanted=True)
         except BindFailed as error:
-            attempt.failure = error
+            attempt.failure, self.reserved = error, False
             self._move(Standing.PASSIVE)
 
     async def _claim_as_heir(self) -> None:
@@ -173,8 +180,9 @@ class Address:
                 if isinstance(found, str):
                     raise held_by(found, taken)  # it was asked before, and is still there
                 if attempt == ATTEMPTS - 1:
-                    raise held_by("processes that come and go, or do not let go of it", taken)
-                found = await ask_holder(taken.host, taken.port, self._deployment, wanted=wanted)
+                    raise held_by(NOBODY, taken)
+                patience = self._config.close_grace + PATIENCE
+                found = await ask_holder(taken.host, taken.port, self._deployment, wanted=wanted, patience=patience)
                 await trio.lowlevel.checkpoint_if_cancelled()
                 if isinstance(found, wire.Holder):
                     if stranger := tell_apart(found, self._deployment):
@@ -185,6 +193,8 @@ class Address:
                         return
                     if not found.yields:
                         raise held_by_instance(found, taken)
+                if attempt:
+                    await trio.sleep(PAUSE * 2 ** (attempt - 1))
 
     def _may_yield(self) -> bool:
         """Another process would put at this address: let it, if nothing was or is being put here."""

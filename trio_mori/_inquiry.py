@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from contextlib import suppress
 
 import trio
 
@@ -10,7 +10,7 @@ from ._endpoint import dialled_host, format_endpoint
 from ._errors import BindFailed, PortHeld, RemoteProtocolError
 from ._protocol import wire
 from ._zmq import open_dialler
-from .abc import Arrived, Disconnected, LinkEvent
+from .abc import Arrived, Link
 
 # Seconds. libzmq makes connections in a thread of its own, which hardly anything delays: whoever takes longer is no
 # ZMQ socket. A connector that fails to open for it does so in less than two seconds.
@@ -20,55 +20,66 @@ CONNECT_TIMEOUT = 1.5
 # or a model.
 ANSWER_TIMEOUT = 5.0
 
-# Seconds. Whoever yields waits for its receivers for a quarter of a second, and then closes the port.
-YIELD_TIMEOUT = 2.0
 
-
-async def ask_holder(host: str, port: int, deployment: wire.Deployment, *, wanted: bool) -> wire.Holder | str | None:
+async def ask_holder(
+    host: str, port: int, deployment: wire.Deployment, *, wanted: bool, patience: float
+) -> wire.Holder | str | None:
     """Ask whoever listens on a port of this host who it is. Ends in seconds, whatever is there.
 
     Args:
         deployment: Who asks.
         wanted: Ask for the port, too. If it is given up, this returns when it is free.
+        patience: Seconds that this may take.
 
     Returns:
-        What it says; or what it is, in words, if it is no trio_mori that can answer; None if it has gone.
+        What it says; or what it is, in words, if that is no answer to go by; None if nobody listens, or not any more.
     """
-    events: deque[LinkEvent] = deque()
-    async with open_dialler(dialled_host(host), port) as link:
-
-        async def next_event() -> LinkEvent:
-            while not events:
-                events.extend(await link.receive())
-            return events.popleft()
-
+    host = dialled_host(host)
+    found: wire.Holder | str | None = None
+    try:
         with trio.move_on_after(CONNECT_TIMEOUT) as connecting:
-            await next_event()  # that it is connected
-        if connecting.cancelled_caught:
-            return (
-                f"a process that took no ZMQ connection within {CONNECT_TIMEOUT:g} s: another program, or a sender "
-                "that is stopped"
-            )
-        link.send(wire.encode(wire.Inquiry(wire.OLDEST_VERSION, wire.VERSION, wanted, deployment)))
-        found: wire.Holder | str | None = (
-            f"a process that did not say within {ANSWER_TIMEOUT:g} s who it is: a program with another protocol, or a "
-            "sender that is stuck"
-        )
-        with trio.move_on_after(ANSWER_TIMEOUT):
-            event = await next_event()
-            found = _understand(event) if isinstance(event, Arrived) else None
-        if isinstance(found, wire.Holder) and found.yields:
-            with trio.move_on_after(YIELD_TIMEOUT):
-                while not isinstance(await next_event(), Disconnected):
-                    pass
-        return found
+            witness = await trio.open_tcp_stream(host, port)
+    except OSError:
+        return None
+    if connecting.cancelled_caught:
+        return _NO_ZMQ
+    # A link tries on when nobody is there any more. This connection ends together with the listener.
+    async with witness, trio.open_nursery() as nursery:
+        nursery.start_soon(_cancel_at_end, witness, nursery.cancel_scope)
+        async with open_dialler(host, port) as link:
+            found = await _converse(link, wire.Inquiry(wire.OLDEST_VERSION, wire.VERSION, wanted, deployment))
+            if isinstance(found, wire.Holder) and found.yields and found.deployment == deployment:
+                with trio.move_on_after(patience):
+                    await trio.sleep_forever()
+                found = f"process {found.pid}, which said {patience:g} s ago that it gives it up, and is stuck"
+        nursery.cancel_scope.cancel()
+    return found
+
+
+async def _cancel_at_end(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+    with suppress(trio.BrokenResourceError):
+        while await stream.receive_some():
+            pass
+    scope.cancel()
+
+
+async def _converse(link: Link, inquiry: wire.Inquiry) -> wire.Holder | str | None:
+    with trio.move_on_after(CONNECT_TIMEOUT) as connecting:
+        await link.receive()  # that it is connected
+    if connecting.cancelled_caught:
+        return _NO_ZMQ
+    link.send(wire.encode(inquiry))
+    with trio.move_on_after(ANSWER_TIMEOUT):
+        event = (await link.receive())[0]
+        return _understand(event) if isinstance(event, Arrived) else None
+    return _SILENT
 
 
 def _understand(event: Arrived) -> wire.Holder | str:
     try:
         if not wire.is_native(event.frames):
             answer = wire.decode_stock_answer(event.frames)
-            return "a sender of vllm-omni itself" if answer == wire.TRANSFER_ERROR else _STRANGER
+            return _STOCK if answer == wire.TRANSFER_ERROR else _STRANGER
         body = wire.decode_from_holder(event.frames)
     except RemoteProtocolError:
         return _STRANGER
@@ -80,7 +91,17 @@ def _understand(event: Arrived) -> wire.Holder | str:
     return body
 
 
+# What listens there, in words.
+_NO_ZMQ = "a process that took no ZMQ connection: another program, or a sender that is stopped"
+_SILENT = "a process that does not say who it is: a program with another protocol, or a sender that is stuck"
+_STOCK = "a sender of vllm-omni itself"
 _STRANGER = "a program that speaks another protocol"
+
+# When it was asked several times, and yet nobody was there.
+NOBODY = (
+    "processes that come and go or hang up, or by a connection that has it as its own end: the system gives those in "
+    "net.ipv4.ip_local_port_range to whoever connects to something"
+)
 
 
 # --- what callers are told ----------------------------------------------------------------------------------
@@ -104,7 +125,7 @@ def held_by(who: str, taken: BindFailed) -> BindFailed:
     """That an address is taken, and by whom."""
     where = format_endpoint(taken.host, taken.port)
     error = BindFailed(
-        f"cannot listen on {where}: it is held by {who}; end that one (`ss -ltnp` names it), or set another port",
+        f"cannot listen on {where}: it is held by {who}; end that one (`ss -tanp` names it), or set another port",
         host=taken.host,
         port=taken.port,
         errno=taken.errno,

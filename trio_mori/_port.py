@@ -155,7 +155,7 @@ class Port:
             return eldest.sender
         last = eldest.attempt
         if eldest.standing is Standing.PASSIVE and last.failure is not None and not last.told:
-            last.told, eldest.reserved = True, False
+            last.told = True
             raise last.failure
         eldest.reserved = True
         eldest.ask()
