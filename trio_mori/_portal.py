@@ -22,17 +22,15 @@ JOIN_TIMEOUT = 30.0
 
 
 class _Call(Generic[T]):
-    """A function that runs in the loop, and whose outcome another thread waits for."""
+    """Something that runs in the loop, and whose outcome another thread waits for."""
 
-    def __init__(self, portal: Portal, what: str, function: Callable[..., T], args: tuple[object, ...]) -> None:
+    def __init__(self, portal: Portal, what: str) -> None:
         self.abandoned = False
-        self._portal = portal
-        self._what = what
-        self._function = function
-        self._args = args
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._is_cut = True  # until there is an outcome
+        self.portal = portal
+        self.what = what
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self.is_cut = True  # until there is an outcome
         self._is_answered = False
         self._gate = threading.Lock()  # taken until there is an answer; half the cost of an Event
         self._gate.acquire()
@@ -40,26 +38,24 @@ class _Call(Generic[T]):
     # --- in the loop --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Carry it out."""
-        if self.abandoned:
-            return
-        try:
-            self._value = self._function(*self._args)
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            self._error = error
-        self._is_cut = False
+        """Carry it out, unless it was abandoned."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """There is an outcome."""
+        self.is_cut = False
         self.answer()
 
     def answer(self) -> None:
         """Let the thread that waits go on. Idempotent."""
-        if not self._is_answered and not self._portal.exiting:
+        if not self._is_answered and not self.portal.exiting:
             self._is_answered = True
             self._gate.release()
 
     # --- in the thread that waits -------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Until there is an outcome. Signals are handled meanwhile."""
+        """Until there is an answer. Signals are handled meanwhile."""
         self._gate.acquire()
 
     def abandon(self) -> None:
@@ -68,20 +64,38 @@ class _Call(Generic[T]):
 
     def result(self) -> T:
         """What it returned, or raise what it raised."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.error is not None:
+            error, self.error = self.error, None
             try:
                 raise error
             finally:
                 del error  # which refers to this frame
-        if self._is_cut:
-            self._portal.death_is_told = True
-            raise self._portal.closed_error(self._what, "was cut off") from self._portal.death
-        return cast(T, self._value)
+        if self.is_cut:
+            self.portal.death_is_told = True
+            raise self.portal.closed_error(self.what, "was cut off") from self.portal.death
+        return cast(T, self.value)
+
+
+class _Step(_Call[T]):
+    """A function that runs between two tasks."""
+
+    def __init__(self, portal: Portal, what: str, function: Callable[..., T], args: tuple[object, ...]) -> None:
+        super().__init__(portal, what)
+        self._function = function
+        self._args = args
+
+    def begin(self) -> None:
+        if self.abandoned:
+            return
+        try:
+            self.value = self._function(*self._args)
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            self.error = error
+        self.finish()
 
 
 class _Task(_Call[T]):
-    """An async function that runs in the loop, as a task."""
+    """An async function that runs as a task."""
 
     def __init__(
         self,
@@ -91,44 +105,44 @@ class _Task(_Call[T]):
         args: tuple[object, ...],
         timeout: float | None,
     ) -> None:
-        super().__init__(portal, what, cast(Callable[..., T], function), args)
-        self._coroutine_function = function
+        super().__init__(portal, what)
+        self._function = function
+        self._args = args
         self._timeout = timeout
         self._scope = trio.CancelScope()
 
     def begin(self) -> None:
         if self.abandoned:
             return
-        if self._portal.tasks is None:
+        if self.portal.tasks is None:
             self._cut_off()
         else:
-            self._portal.tasks.start_soon(self._run)
+            self.portal.tasks.start_soon(self._run)
 
     async def _run(self) -> None:
         if self._timeout is not None:
             self._scope.deadline = trio.current_time() + self._timeout
         try:
             with self._scope:
-                self._value = await self._coroutine_function(*self._args)
+                self.value = await self._function(*self._args)
             if self._scope.cancelled_caught:
-                self._error = TimeoutError(f"{self._what} did not end within {self._timeout} s")
+                self.error = TimeoutError(f"{self.what} did not end within {self._timeout} s")
         except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
-            self._error = error
+            self.error = error
         except BaseException:
             self._cut_off()
             raise
-        self._is_cut = False
-        self.answer()
+        self.finish()
 
     def _cut_off(self) -> None:
         # Otherwise trio has broken down: when it is known by what, whoever still waits is told.
-        if self._portal.ending.is_set():
+        if self.portal.ending.is_set():
             self.answer()
 
     def abandon(self) -> None:
         super().abandon()
         with suppress(ConnectorClosed):
-            self._portal.post(self._scope.cancel)
+            self.portal.post(self._scope.cancel)
 
 
 class Entered(Generic[T]):
@@ -316,7 +330,7 @@ class Portal:
             ConnectorClosed: the portal was closed, or its loop died, before or during the call.
             Misuse: called in the portal's own thread, which would wait for itself, or in a forked child.
         """
-        return self._wait(_Task(self, what, function, args, timeout), what)
+        return self._wait(_Task(self, what, function, args, timeout))
 
     def call_sync(self, function: Callable[..., T], *args: object, what: str = "a call") -> T:
         """Run a function in the loop, between its tasks, and wait for its outcome.
@@ -324,7 +338,7 @@ class Portal:
         Raises:
             ConnectorClosed, Misuse: as `call`.
         """
-        return self._wait(_Call(self, what, function, args), what)
+        return self._wait(_Step(self, what, function, args))
 
     def post(self, callback: Callable[[], object]) -> None:
         """Have something done in the loop, soon. From any thread, signal handler or finaliser. It must not raise.
@@ -397,9 +411,9 @@ class Portal:
             f"{what} {fate}: the event loop of the connector died of {type(self.death).__name__}: {self.death}"
         )
 
-    def _wait(self, call: _Call[T], what: str) -> T:
-        self._refuse_fork(what)
-        self._refuse_own_thread(what)
+    def _wait(self, call: _Call[T]) -> T:
+        self._refuse_fork(call.what)
+        self._refuse_own_thread(call.what)
         try:
             # In this order: a loop that ends from now on either finds the call here or is found over below.
             self._waiting[call] = None
@@ -408,7 +422,7 @@ class Portal:
         except trio.RunFinishedError:
             self._over.wait()  # at once; only then it is known what it died of
             self.death_is_told = True
-            raise self.closed_error(what, "came too late") from self.death
+            raise self.closed_error(call.what, "came too late") from self.death
         except BaseException:
             call.abandon()
             raise
