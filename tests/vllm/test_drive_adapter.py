@@ -61,7 +61,7 @@ def test_three_stages_move_two_thousand_chunks_over_each_edge(setup_folder: Path
     assert_all_arrived(report, stages=3, chunks=2000)
 
 
-@pytest.mark.parametrize(("stages", "sender_info"), [(2, "orchestrator"), (2, "none"), (3, "first"), (3, "none")])
+@pytest.mark.parametrize(("stages", "sender_info"), [(2, "none"), (3, "first")])
 def test_the_stages_find_each_other_by_whatever_they_are_told(
     setup_folder: Path, stages: int, sender_info: str
 ) -> None:
