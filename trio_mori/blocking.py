@@ -32,7 +32,7 @@ from ._portal import Entered, Portal
 from ._staging import Reservation, plan_payload
 from ._statistics import ConnectorStatistics, Receipt
 
-__all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "open_connector"]
+__all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "Portal", "open_connector"]
 
 T = TypeVar("T")
 
