@@ -67,6 +67,7 @@ class Shared:
         self._lock = threading.Lock()
         self._interests: Interests[AnyArrival] = Interests()
         self._news = trio.Event()
+        self._sweeping = trio.CancelScope()
         nursery.start_soon(self._sweep)
 
     # --- the core connectors ------------------------------------------------------------------------------
@@ -122,6 +123,7 @@ class Shared:
     async def close(self) -> None:
         """End everything, as a task."""
         self._ending.set()
+        self._sweeping.cancel()
         self._give_up(lambda _: True)
         if not self._hosts:
             self.closed.set()
@@ -238,20 +240,18 @@ class Shared:
 
     async def _sweep(self) -> None:
         """Give up what nobody polls for; wakes only when something may be due."""
-        while not self._ending.is_set():
-            with self._lock:
-                due = self._interests.next_deadline()
-            if due is None:
+        with self._sweeping:
+            while True:
                 self._news = trio.Event()
                 with self._lock:
-                    idle = not len(self._interests)
-                if idle:
+                    due = self._interests.next_deadline()
+                if due is None:
                     await self._news.wait()
-                continue
-            await trio.sleep(max(due - time.monotonic(), 0))
-            with self._lock:
-                dropped = self._interests.drop_unpolled(time.monotonic())
-            self._return(dropped)
+                    continue
+                await trio.sleep(max(due - time.monotonic(), 0))
+                with self._lock:
+                    dropped = self._interests.drop_unpolled(time.monotonic())
+                self._return(dropped)
 
     # --- the rest -----------------------------------------------------------------------------------------
 

@@ -580,51 +580,79 @@ def test_a_forked_child_is_refused_and_leaves_its_parent_alone() -> None:
         assert poll(down, "k")[0] == {"n": 1}
 
 
-def test_many_threads_at_once_get_what_was_put_last_or_nothing() -> None:
+def test_many_threads_at_once_get_what_was_put_or_nothing() -> None:
+    """For longer: TRIO_MORI_STRESS_SECONDS=60."""
+    keys, threads = 200, 16
     with open_pair(memory_pool_size=8 << 20) as (up, down):
-        stop = time.monotonic() + 2.0
+        stop = time.monotonic() + float(os.environ.get("TRIO_MORI_STRESS_SECONDS", "2"))
         errors: list[BaseException] = []
-        versions = [0] * 20
-        seen: list[int] = []
+        versions = [0] * keys
+        got: list[int] = []
         lock = threading.Lock()
 
-        def run(seed: int) -> None:
-            state = seed
+        def act(state: int) -> None:
+            key, kind = state % keys, (state >> 8) % 12
+            name = f"k{key}_0_0"
+            if kind < 4:
+                with lock:
+                    versions[key] += 1
+                    version = versions[key]
+                up.put("0", "1", name, {"key": key, "v": torch.full((state % 3000 + 1,), version)})
+            elif kind < 9:
+                result = down.get("0", "1", name)
+                if result is not None:
+                    value: object = result[0]
+                    assert isinstance(value, dict)
+                    assert value["key"] == key
+                    assert bool((value["v"] == value["v"][0]).all())
+                    assert 0 < int(value["v"][0]) <= versions[key]
+                    got.append(key)
+            elif kind == 9:
+                up.cleanup(name)
+            elif kind == 10:
+                up.forget_request(f"k{key}")
+            else:
+                assert {down.health()["status"], up.health()["status"]} <= {"healthy", "degraded"}
+                down.abandon_get(name)
+
+        def run(state: int) -> None:
             try:
                 while time.monotonic() < stop:
                     state = (1103515245 * state + 12345) % (1 << 31)
-                    key, act = state % 20, (state >> 8) % 10
-                    if act < 4:
-                        with lock:
-                            versions[key] += 1
-                            version = versions[key]
-                        up.put("0", "1", f"k{key}", {"v": torch.full((state % 3000 + 1,), version)})
-                    elif act < 8:
-                        result = down.get("0", "1", f"k{key}")
-                        if result is not None:
-                            value = result[0]["v"]
-                            assert bool((value == value[0]).all())
-                            assert int(value[0]) <= versions[key]
-                            seen.append(1)
-                    elif act == 8:
-                        up.cleanup(f"k{key}")
-                    else:
-                        assert {down.health()["status"], up.health()["status"]} <= {"healthy", "degraded"}
-                        down.abandon_get(f"k{key}")
+                    act(state)
             except BaseException as error:  # noqa: BLE001 - looked at below
                 errors.append(error)
 
-        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
-        for thread in threads:
+        running = [threading.Thread(target=run, args=(seed,)) for seed in range(threads)]
+        for thread in running:
             thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
+        for thread in running:
+            thread.join(2 * LIMIT + 60)
         assert errors == []
-        assert seen
-        for key in range(20):
-            up.cleanup(f"k{key}")
-            down.abandon_get(f"k{key}")
+        assert got
+        assert set(refusals(up)) <= {"put: KeyBusy", "put: NoRoom"}
+        assert set(refusals(down)) <= {"get: Gone"}
+        for key in range(keys):
+            up.cleanup(f"k{key}_0_0")
+            down.abandon_get(f"k{key}_0_0")
         eventually(lambda: is_whole(up) and is_whole(down), "that both pools are free")
+
+
+@deterministic
+def test_closed_connectors_leave_nothing_in_the_loop() -> None:
+    home = home_module.home_of_this_process()
+
+    async def tasks() -> int:
+        assert home._nursery is not None
+        return len(home._nursery.child_tasks)
+
+    before = home.portal.call(tasks)
+    for _ in range(3):
+        with open_pair() as (up, down):
+            assert down.get("0", "1", "k") is None
+            up.put("0", "1", "l", b"x")
+    eventually(lambda: home.portal.call(tasks) == before, "that no task is left")
+    assert not home._shared
 
 
 @deterministic
