@@ -22,7 +22,7 @@ OTHERS = {
     # They start processes, whose pools are in host memory.
     "test_a_sender_process_that_is_killed_is_lost_after_peer_timeout_or_replaced_by_the_next",
     "test_a_sender_process_that_is_stopped_is_lost_for_each_get_and_may_go_on",
-    # Of its two hundred queries, none of which asks for bytes, each has four milliseconds.
+    # It gives two hundred queries four milliseconds each, and all of them twenty seconds. The engine has no part in it.
     "test_a_late_answer_to_a_query_is_never_taken_for_that_to_a_newer_one",
     # It counts the tasks of everybody, and an engine of Mori has one.
     "test_receivers_beyond_max_peers_push_out_those_that_are_gone_without_a_trace",
