@@ -41,7 +41,8 @@ async def test_a_receiver_that_left_is_watched_while_a_write_to_it_may_not_have_
 
 
 async def test_a_receiver_that_left_during_a_write_is_forgotten_when_that_has_ended() -> None:
-    async with open_pair() as pair, trio.open_nursery() as nursery:
+    silent = {"heartbeat_interval": 100, "peer_timeout": 300}  # else it would hear that it is unknown, and come back
+    async with open_pair(receiver=silent) as pair, trio.open_nursery() as nursery:
         await pair.hold_one(nursery, "k", filled(1000))
         assert pair.sender._sender is not None
         book = pair.sender._sender.book
