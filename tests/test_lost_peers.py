@@ -16,6 +16,10 @@ from trio_mori.testing import MemoryEngine, MemoryFabric
 pytestmark = pytest.mark.deterministic
 
 
+# A receiver that was sent away would hear at its next heartbeat that it is unknown, and come back.
+SILENT = {"heartbeat_interval": 100, "peer_timeout": 300}
+
+
 def dropped(engine: MemoryEngine) -> int:
     """How often the engine was told to forget a peer."""
     return sum(call.method == "drop_peer" for call in engine.calls)
@@ -24,14 +28,14 @@ def dropped(engine: MemoryEngine) -> int:
 async def test_a_receiver_that_left_is_watched_while_a_write_to_it_may_not_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers the second one
-    async with open_pair(sender={"close_grace": 0}, receiver={"close_grace": 0}) as pair:
+    async with open_pair(sender={"close_grace": 0}, receiver={"close_grace": 0, **SILENT}) as pair:
         pair.sender_engine.fail(settled=False)
         await pair.put("k", filled(1000))
         with pytest.raises(TransferFailed):
             await pair.get("k")
         await pair.sender.cleanup("k")
         await pair.receiver._drain()
+        monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers the one at its end
         await wait_until(lambda: pair.sender.statistics().peers == 0)
         assert pair.sender.statistics().held["pinned"] == UNIT
         assert not dropped(pair.sender_engine)
@@ -41,8 +45,7 @@ async def test_a_receiver_that_left_is_watched_while_a_write_to_it_may_not_have_
 
 
 async def test_a_receiver_that_left_during_a_write_is_forgotten_when_that_has_ended() -> None:
-    silent = {"heartbeat_interval": 100, "peer_timeout": 300}  # else it would hear that it is unknown, and come back
-    async with open_pair(receiver=silent) as pair, trio.open_nursery() as nursery:
+    async with open_pair(receiver=SILENT) as pair, trio.open_nursery() as nursery:
         await pair.hold_one(nursery, "k", filled(1000))
         assert pair.sender._sender is not None
         book = pair.sender._sender.book

@@ -170,13 +170,13 @@ async def test_a_close_waits_for_the_copy_into_the_pool_and_refuses_to_publish_i
 async def test_a_close_during_a_copy_out_of_the_pool_keeps_the_memory_and_the_payload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers the second one
     async with open_pair(receiver={"close_grace": 0}) as pair:
         await pair.put("k", filled(1000))
         arrival = await pair.receiver.take("0", "1", "k")
         await pair.receiver._drain()
+        monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers the one at its end
         assert torch.equal(arrival.restore(), filled(1000))
         with pytest.raises(ConnectorClosed):
             arrival.finish()
         assert "abandon" in [call.method for call in pair.receiver_engine.calls]
-        assert pair.sender.statistics().held["published"] == UNIT
+        await wait_until(lambda: pair.sender.statistics().held["published"] == UNIT)
