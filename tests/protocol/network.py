@@ -392,6 +392,7 @@ class Receiver:
         self.channel = self.book.open_channel(world.token())
         self.alive = self.running = True
         self.connection: Connection | None = None
+        self.pulse = 0
         self.leases: list[tuple[Extent, Put]] = []
 
     # --- callers ------------------------------------------------------------------------------------------
@@ -474,6 +475,8 @@ class Receiver:
             self._hello_again()
         elif body.epoch == channel.epoch:
             for message in body.messages:
+                if isinstance(message, wire.Pulse):
+                    self.pulse = max(self.pulse, message.sequence)
                 self.book.on_message(channel, message, self.world.now)
 
     def _hello_again(self) -> None:
@@ -512,14 +515,16 @@ class Receiver:
         return extent, None
 
     def leave(self) -> None:
-        """Close in good order: give everything back, and say farewell if that was confirmed."""
+        """Close in good order: give everything back, and say farewell if the sender has heard all that was said."""
         for interest in list(self.channel.interests.values()):
             self.book.give_back(interest)
         while self.leases:
             self.release(0)
+        self.beat()
         self.world.pump()
         channel = self.channel
-        if self.connection is not None and channel.epoch is not None and not channel.interests:
+        heard = channel.up and not channel.interests and self.pulse == channel.sequence
+        if self.connection is not None and channel.epoch is not None and heard:
             farewell = wire.Requests(channel.token, channel.generation, channel.epoch, [wire.Bye()])
             self.connection.up.append(wire.encode(farewell))
 

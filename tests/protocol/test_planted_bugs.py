@@ -105,7 +105,7 @@ PLANTS: dict[Plant, set[str]] = {
     a_fetch_starts_as_often_as_it_comes: {"held messages"},
     a_cancel_counts_as_an_acknowledgement: {"held messages"},
     silence_counts_as_an_acknowledgement: {"time"},
-    what_was_delivered_is_never_published_again: {"broken links"},
+    what_was_delivered_is_never_published_again: {"held messages"},
     what_expires_keeps_its_memory: {"time"},
 }
 
