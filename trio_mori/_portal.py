@@ -16,8 +16,8 @@ from ._errors import ConnectorClosed, InternalError, Misuse
 
 T = TypeVar("T")
 
-# How long closing waits for the thread. Everything that runs there ends within its own grace; a thread that does not is
-# stuck in foreign code, and is left behind as a daemon rather than hang the process.
+# How long closing waits for the thread beyond the grace of what runs there. A thread that has not ended then is stuck
+# in foreign code, and is left behind as a daemon rather than hang the process.
 JOIN_TIMEOUT = 30.0
 
 
@@ -282,13 +282,19 @@ class Portal:
     *Forks.* A forked child has no such thread: calls raise `Misuse` there, `stop` and `close` do nothing.
     """
 
-    def __init__(self, name: str = "trio_mori") -> None:
-        """Start the thread, and return when it takes calls. What keeps it from starting is raised."""
+    def __init__(self, name: str = "trio_mori", *, grace: float = 0.0) -> None:
+        """Start the thread, and return when it takes calls. What keeps it from starting is raised.
+
+        Args:
+            name: Of the thread.
+            grace: Seconds that leaving what will be entered may take.
+        """
         self.death: BaseException | None = None
         self.exiting = False
         self.hosts: trio.Nursery
         self.tasks: trio.Nursery | None = None
         self.entered: list[Entered[Any]] = []
+        self._grace = grace
         self._pid = os.getpid()
         self._token: trio.lowlevel.TrioToken | None = None
         self.ending = trio.Event()
@@ -389,15 +395,16 @@ class Portal:
 
         Raises:
             ConnectorClosed: from what it died of, if no call has said so.
-            InternalError: it has not ended within 30 s.
+            InternalError: it has not ended within its grace and 30 s.
         """
         if self._pid != os.getpid():
             return
         self._refuse_own_thread("close")
         self.stop()
-        self._thread.join(JOIN_TIMEOUT)
-        if self._thread.is_alive():
-            raise InternalError(f"the event loop of trio_mori has not ended within {JOIN_TIMEOUT:g} s; is it stuck?")
+        if not self._join():
+            raise InternalError(
+                "the event loop of the connector does not end: something that it called does not return"
+            )
         atexit.unregister(self._close_at_exit)
         if self.death is not None and not self.death_is_told:
             self.death_is_told = True
@@ -458,7 +465,11 @@ class Portal:
         if self._pid == os.getpid():
             self.exiting = True
             self.stop()
-            self._thread.join(JOIN_TIMEOUT)
+            self._join()
+
+    def _join(self) -> bool:
+        self._thread.join(self._grace + JOIN_TIMEOUT)
+        return not self._thread.is_alive()
 
     # --- in the loop --------------------------------------------------------------------------------------
 

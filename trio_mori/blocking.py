@@ -415,7 +415,9 @@ def open_connector(
     Leave it as a ``with`` block, or `close` it. One that is dropped is closed soon, without being waited for; one that
     is open at the end of the program is closed then.
     """
-    portal = Portal()
+    if not isinstance(config, ConnectorConfig):
+        config = ConnectorConfig.from_dict(config)
+    portal = Portal(grace=config.close_grace)
     try:
         entered = portal.enter(
             partial(_connector.open_connector, config, payload_types=payload_types), what="open_connector"
