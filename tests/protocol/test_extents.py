@@ -106,6 +106,26 @@ def test_what_can_never_fit_is_told_from_what_does_not_fit_now() -> None:
 
 
 @pytest.mark.deterministic
+def test_what_is_free_in_pieces_only_is_told_with_the_largest_of_them() -> None:
+    extents = Extents(8 * UNIT)
+    pieces = [extents.allocate(2 * UNIT, INBOUND) for _ in range(4)]
+    extents.free(pieces[0])
+    extents.free(pieces[2])
+    with pytest.raises(_errors.NoRoom, match=r"16 KiB of 32 KiB are free.*the largest block has 8 KiB"):
+        extents.allocate(3 * UNIT, INBOUND)
+    extents.allocate(2 * UNIT, INBOUND)
+
+
+@pytest.mark.deterministic
+def test_less_than_nothing_is_not_to_be_had() -> None:
+    extents = Extents(8 * UNIT)
+    with pytest.raises(_errors.InternalError, match="-1 bytes"):
+        extents.allocate(-1, INBOUND)
+    assert extents.alignment == UNIT
+    assert extents.free_bytes == 8 * UNIT
+
+
+@pytest.mark.deterministic
 def test_a_guarantee_stays_free_for_its_share_until_that_share_has_taken_it() -> None:
     extents = Extents(8 * UNIT, guarantees={INBOUND: 2 * UNIT, OUTBOUND: 3 * UNIT})
     extents.allocate(5 * UNIT, INBOUND)

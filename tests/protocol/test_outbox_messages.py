@@ -297,3 +297,54 @@ def test_who_closed_is_forgotten_and_what_it_had_goes_to_others() -> None:
     assert not desk.said(session)
     assert desk.begun().holder is other.fetches[1]
     assert desk.meet(b"A") is not session
+
+
+def test_a_book_that_is_begun_anew_says_no_farewell_to_who_comes_then() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.book.leave()
+    assert desk.said(session) == [wire.Leaving([])]
+    desk.book.bye(session)
+    desk.book.begin_anew()
+    session = desk.meet(b"B")
+    assert not desk.said(session)
+    desk.deliver(session, 1)
+    desk.hear(session, wire.Ack([1]))
+    assert desk.clean
+
+
+# --- news -------------------------------------------------------------------------------------------------
+
+
+def test_the_news_about_an_older_payload_is_nobodys_when_a_newer_one_is_there() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.book.cleanup([desk.put()])
+    desk.fetch(session, 1)
+    desk.put()
+    desk.hear(session, wire.Cancel([1]))  # it may not have heard of the first
+    desk.fetch(session, 2)
+    desk.written()
+    desk.hear(session, wire.Ack([2]))
+    desk.said(session)
+    desk.fetch(session, 3)
+    assert not desk.said(session)
+
+
+def test_a_write_that_fails_after_its_time_is_told_once_and_its_end_too() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    entry = desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    desk.wait(21)
+    (failure,) = desk.said(session)
+    assert isinstance(failure, wire.Failed)
+    assert not failure.settled
+    desk.fail(ticket, settled=False)
+    assert not desk.said(session)
+    assert entry.pins == 1
+    desk.end(ticket)
+    assert desk.said(session) == [wire.Closed([1])]
+    assert entry.pins == 0
+    assert (desk.book.counters.overdue_writes, desk.book.counters.failed_writes) == (1, 1)
