@@ -166,7 +166,7 @@ class Sender:
         self.world = world
         self.epoch = world.token()
         self.pool = Pool(SENDER_POOL, OUTBOUND)
-        self.book = world.outbox_type(self.pool, LIMITS)
+        self.book = Outbox(self.pool, LIMITS)
         self.alive = self.running = True
         self.left = False
         self.asleep_until = inf
@@ -387,7 +387,7 @@ class Receiver:
         self.world = world
         self.place = place
         self.pool = Pool(RECEIVER_POOL, INBOUND)
-        self.book = world.inbox_type(self.pool, prepost_limit=20 * UNIT, quarantine_limit=30 * UNIT)
+        self.book = Inbox(self.pool, prepost_limit=20 * UNIT, quarantine_limit=30 * UNIT)
         self.pool.on_free = self.book.find_room
         self.channel = self.book.open_channel(world.token())
         self.alive = self.running = True
@@ -558,9 +558,6 @@ class World:
         held: The places and directions whose messages wait until they are delivered one by one.
         engine_waits: Whether writes take their time.
     """
-
-    outbox_type: type[Outbox] = Outbox
-    inbox_type: type[Inbox] = Inbox
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -41,13 +41,13 @@ T = TypeVar("T")
 class Books(RuleBasedStateMachine):
     """One address at which senders follow one another, two places at which receivers do, and all that can happen."""
 
-    world_type = World
     focus: set[str] | None = None  # these troubles, in every example, and no others
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = self.world_type()
+        self.world = World()
         self.troubles: set[str] = set()
+        # How many more of these there may be: each undoes much of what came before.
         self.left = {"receiving processes": 5, "sending processes": 5, "other uses of the pools": 4}
         self.choices: Iterator[int] = iter(())
         self.chosen: list[str] = []
@@ -105,6 +105,7 @@ class Books(RuleBasedStateMachine):
         return {name: act for name, act in acts.items() if act[0]}
 
     def one(self, *options: T) -> T:
+        """The next choice, kept for the report of a failing example."""
         index = next(self.choices) % len(options)
         option = options[index]
         plain = isinstance(option, str | bytes | int | float | tuple)
