@@ -187,6 +187,18 @@ class Shared:
             post(lambda: self._ask(interest, edge, key))
         return arrival
 
+    def finish(self, arrival: AnyArrival, edge: tuple[str, str], ahead: str | None, source: tuple[str, int]) -> None:
+        """Let the sender forget what was copied, and ask for what will be polled for next.
+
+        Both at once: each time that the loop is woken costs as much as the rest of a small chunk's way.
+        """
+        arrival.finish()
+        if ahead is not None:
+            with self._lock:
+                interest, is_new = self._interests.poll((f"{ahead}@{edge[0]}_{edge[1]}", *source), time.monotonic())
+            if is_new:
+                self._ask(interest, edge, ahead)
+
     def _ask(self, interest: Interest[AnyArrival], edge: tuple[str, str], key: str) -> None:
         self._news.set()
         if not self._ending.is_set():

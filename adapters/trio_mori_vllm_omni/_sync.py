@@ -166,9 +166,18 @@ class SyncConnector:
         if isinstance(size, int) and size > 0:
             limit = self._core_config.transfer_timeout(size)
             return self._wait_for(from_stage, to_stage, get_key, metadata, limit)
-        source = self._find_source(get_key, metadata)
-        arrival = client.shared.poll(self._home.post, (from_stage, to_stage), get_key, source)
-        return None if arrival is None else self._deliver(arrival)
+        source, edge = self._find_source(get_key, metadata), (from_stage, to_stage)
+        arrival = client.shared.poll(self._home.post, edge, get_key, source)
+        if arrival is None:
+            return None
+        ahead = None
+        try:
+            value = self._received(arrival)
+            ahead = _next_of(get_key, from_stage, value)
+        finally:
+            # Also of what cannot be read: it would come again, and could be read no better.
+            self._post_last(partial(client.shared.finish, arrival, edge, ahead, source))
+        return value, arrival.size
 
     def get_with_deadline(
         self,
@@ -196,7 +205,10 @@ class SyncConnector:
         except (PayloadLost, TransferFailed, PeerLost, NoRoom, TooBig) as error:
             client.shared.reasons.note("get", error)
             return None
-        return self._deliver(arrival)
+        try:
+            return self._received(arrival), arrival.size
+        finally:
+            self._post_last(arrival.finish)
 
     def _find_source(self, key: str, metadata: dict[str, Any] | None) -> tuple[str, int]:
         known = metadata or {}
@@ -209,14 +221,6 @@ class SyncConnector:
                 "give sender_host and sender_zmq_port"
             )
         return str(host), int(port)
-
-    def _deliver(self, arrival: AnyArrival) -> tuple[Any, int]:
-        try:
-            value = self._received(arrival)
-        finally:
-            # Also of what cannot be read: it would come again, and could be read no better.
-            self._post_last(arrival.finish)
-        return value, arrival.size
 
     def _plan(self, data: Any) -> Plan:
         try:
@@ -386,6 +390,17 @@ def _first_of(key: str, stage: str) -> str | None:
     """The request whose first chunk a key is, or None."""
     ending = f"_{stage}_0"
     return key[: -len(ending)] if key.endswith(ending) and len(key) > len(ending) else None
+
+
+def _next_of(key: str, stage: str, value: object) -> str | None:
+    """The key that will be polled for after this one: the request's next chunk, unless this was its last."""
+    request, _, number = key.rpartition("_")
+    if not number.isdigit() or not request.endswith(f"_{stage}") or not isinstance(value, dict):
+        return None
+    meta = value.get("meta")
+    finished = meta.get("finished") if isinstance(meta, dict) else None
+    is_last = bool(finished.any()) if isinstance(finished, torch.Tensor) else bool(finished)
+    return None if is_last else f"{request}_{int(number) + 1}"
 
 
 def _on_host(tree: object) -> object:

@@ -282,6 +282,20 @@ def test_a_middle_stage_receives_and_sends_on_its_one_connector() -> None:
         assert result[0] == {"n": 1}
 
 
+@deterministic
+def test_the_next_chunk_is_asked_for_before_it_is_polled_for_and_none_after_the_last() -> None:
+    with open_pair() as (up, down):
+        for chunk in range(3):
+            up.put("0", "1", f"r_0_{chunk}", {"meta": {"finished": torch.tensor(chunk == 2)}})
+        poll(down, "r_0_0")
+        eventually(lambda: down.health()["polled"] == 1, "that the next one is asked for")
+        eventually(lambda: down.health()["pool"]["leased"] > 0, "that it has come")
+        with held_loop(down):
+            assert down.get("0", "1", "r_0_1") is not None
+        assert poll(down, "r_0_2")[0] == {"meta": {"finished": torch.tensor(True)}}
+        eventually(lambda: is_whole(up) and is_whole(down), "that nothing more is asked for")
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 
