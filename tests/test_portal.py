@@ -516,10 +516,11 @@ def test_a_loop_that_dies_tells_every_call_within_a_second(breaking: Callable[[P
     parked, other = park(portal)
     began = time.monotonic()
     breaking(portal)
-    with pytest.raises(ConnectorClosed, match="get of 'k' was cut off: the event loop of the connector died") as cut:
+    with pytest.raises(
+        ConnectorClosed, match=r"^get of 'k' was cut off: the event loop .* died of ValueError: broken$"
+    ):
         other.wait()
     assert time.monotonic() - began < 1
-    assert "broken" in repr(root_of(cut.value))
     assert parked.ended.is_set()
     for call in (partial(portal.call, echo, 1), partial(portal.enter, Stay([]).open)):
         with pytest.raises(ConnectorClosed, match="the event loop of the connector died of"):
@@ -529,13 +530,6 @@ def test_a_loop_that_dies_tells_every_call_within_a_second(breaking: Callable[[P
         with pytest.raises(ConnectorClosed, match="the event loop of the connector died of"):
             late()
     portal.close()  # it has been said
-
-
-def root_of(error: BaseException) -> BaseException:
-    """The first cause."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def test_a_close_says_what_the_loop_died_of_if_nothing_else_did() -> None:

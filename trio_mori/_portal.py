@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
@@ -11,6 +12,9 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import trio
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 from ._errors import ConnectorClosed, InternalError, Misuse
 
@@ -414,9 +418,9 @@ class Portal:
         """Why nothing comes of a call."""
         if self.death is None:
             return ConnectorClosed(f"{what} {fate}: the connector was closed")
-        return ConnectorClosed(
-            f"{what} {fate}: the event loop of the connector died of {type(self.death).__name__}: {self.death}"
-        )
+        cause = _innermost(self.death)
+        death = f"{type(cause).__name__}: {cause}"
+        return ConnectorClosed(f"{what} {fate}: the event loop of the connector died of {death}")
 
     def _wait(self, call: _Call[T]) -> T:
         self._refuse_fork(call.what)
@@ -512,3 +516,14 @@ class Portal:
             callback()
         except BaseException as error:  # noqa: BLE001 - every later call raises from it
             self.die(error)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What trio has wrapped, which says of itself only that it is an internal error, or a group of one."""
+    while True:
+        if isinstance(error, trio.TrioInternalError) and error.__cause__ is not None:
+            error = error.__cause__
+        elif isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        else:
+            return error
