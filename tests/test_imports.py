@@ -31,6 +31,7 @@ LAYERS = (
     ("_sender", "_receiver"),
     ("_inquiry", "_address", "_port"),
     ("_connector",),
+    ("_entered",),
     ("_portal",),
     ("blocking",),
     ("testing",),
@@ -168,9 +169,10 @@ def test_the_rules_import_neither_clocks_nor_sockets_nor_libraries_that_have_the
 
 
 @pytest.mark.deterministic
-def test_a_portal_knows_only_errors() -> None:
-    own = {each.target for each in ALL if each.importer == f"{PACKAGE}._portal" and each.top == PACKAGE}
-    assert own == {f"{PACKAGE}._errors"}
+def test_a_portal_knows_nothing_of_connectors() -> None:
+    names = {f"{PACKAGE}.{name}" for name in ("_portal", "_entered", "_errors")}
+    own = {each.target for each in ALL if each.importer in names and each.top == PACKAGE}
+    assert own <= names
 
 
 @pytest.mark.deterministic

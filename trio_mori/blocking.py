@@ -25,10 +25,11 @@ from ._buffer import ManagedBuffer
 from ._chunks import ChunkReceiver, ChunkSender
 from ._config import ConnectorConfig
 from ._connector import Connector
+from ._entered import Entered
 from ._errors import ConnectorClosed, Misuse, NoRoom, NotReady
 from ._lease import Lease
 from ._payload import Plan
-from ._portal import Entered, Portal
+from ._portal import Portal
 from ._staging import Reservation, plan_payload
 from ._statistics import ConnectorStatistics, Receipt
 
