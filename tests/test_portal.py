@@ -199,7 +199,8 @@ def run_program(program: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_forked_child_is_refused_and_can_open_its_own() -> None:
     run = run_program("""
-import os, time, trio
+import os
+from contextlib import asynccontextmanager
 from trio_mori import Misuse
 from trio_mori._portal import Portal, _Call
 from trio_mori._scope import open_service
@@ -207,9 +208,19 @@ from trio_mori._scope import open_service
 async def echo(value):
     return value
 
+@asynccontextmanager
+async def stay():
+    yield
+
 portal = Portal()
+entered = portal.enter(stay)
 child = os.fork()
 if not child:
+    try:
+        with entered:
+            raise KeyError("own")
+    except KeyError as error:
+        print(error)
     for call in (lambda: portal.call(echo, 1, what="get of 'k'"), lambda: portal.post(int)):
         try:
             call()
@@ -226,7 +237,8 @@ print("child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(portal.call(echo, "the parent goes on"))
 """)
     assert run.stderr == ""
-    first, second, *rest = run.stdout.splitlines()
+    error, first, second, *rest = run.stdout.splitlines()
+    assert error == "'own'"
     assert first.startswith("get of 'k' was made in process CHILD, which was forked from process PARENT")
     assert second.startswith("a call was made in process CHILD")
     assert rest == ["own", "child ended with 7", "the parent goes on"]

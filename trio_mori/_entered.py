@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import trio
 
-from ._errors import ConnectorClosed
+from ._errors import ConnectorClosed, Misuse
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Entered(Generic[T]):
             return
         try:
             self.leave(error)
-        except ConnectorClosed:
+        except (ConnectorClosed, Misuse):  # no loop to leave it in, which is no reason to hide an error of the block
             if error is None:
                 raise
 
