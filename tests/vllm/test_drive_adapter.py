@@ -15,8 +15,10 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-# Three processes import vllm for 12 s of a core each; the machine may be busy.
+# Three processes import vllm for 12 s of a core each. The driver gives up on them after 180 s, which is too short where
+# much else runs; then it is tried again.
 LIMIT = 240
+TRIES = 3
 
 
 def free_base() -> int:
@@ -38,9 +40,12 @@ def drive(folder: Path, *arguments: str, connector: str = "TrioMoriConnector", *
         sys.executable, str(folder / "drive_adapter.py"), "--load-plugins", "--connector", connector,
         "--extra", json.dumps(extra), *arguments,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT, check=False, env={**os.environ, **environment}
-    )
+    for _ in range(TRIES):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT, check=False, env={**os.environ, **environment}
+        )
+        if "stages did not start" not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 

@@ -26,6 +26,8 @@ RDMA = {"host": "127.0.0.1", "backend_type": "rdma", "memory_pool_size": 4 << 20
 def fakemori(setup_folder: Path) -> Iterator[None]:
     folder = str(setup_folder / "fakemori")
     sys.path.insert(0, folder)
+    if getattr(sys.modules.get("mori"), "__file__", None) is None:
+        sys.modules.pop("mori", None)  # the folder tests/mori, which stock took for the package when it looked for it
     pack_as_mori_does()
     from vllm_omni.distributed.omni_connectors.connectors import mori_transfer_engine_connector
 
