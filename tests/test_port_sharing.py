@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -68,18 +69,17 @@ from trio_mori.testing import MemoryFabric
 deterministic = pytest.mark.deterministic
 
 
-_numbers = itertools.cycle(range(20000, 32000))
-for _ in range(os.getpid() % 100 * 100):
-    next(_numbers)
+# Not that of `random`, whose numbers are the same in every process that runs these tests.
+_any = random.SystemRandom()
 
 
 def free_port() -> int:
     """A port where nobody listens, and that no connection gets as its own."""
-    for port in _numbers:
+    while True:
+        port = _any.randrange(20000, 32000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise AssertionError
 
 
 @pytest.fixture
@@ -992,11 +992,11 @@ async def test_holders_that_come_and_go_are_asked_for_a_while_and_then_fail_the_
 
 
 @deterministic
-@pytest.mark.usefixtures("impatient")
-async def test_a_program_that_took_the_address_meanwhile_fails_the_put() -> None:
+async def test_a_program_that_took_the_address_meanwhile_fails_the_put(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_site() as site:
         first, second = await site.open(), await site.open_elsewhere()
         third = await site.open()
+        monkeypatch.setattr(inquiry, "CONNECT_TIMEOUT", 0.05)
         await first.close()
         await third.close()
         with socket.create_server(("127.0.0.1", site.port)):
