@@ -187,12 +187,15 @@ class Shared:
             post(lambda: self._ask(interest, edge, key))
         return arrival
 
-    def finish(self, arrival: AnyArrival, edge: tuple[str, str], ahead: str | None, source: tuple[str, int]) -> None:
+    def finish(
+        self, arrival: AnyArrival, edge: tuple[str, str], source: tuple[str, int], ahead: str | None = None
+    ) -> None:
         """Let the sender forget what was copied, and ask for what will be polled for next.
 
         Both at once: each time that the loop is woken costs as much as the rest of a small chunk's way.
         """
-        arrival.finish()
+        with suppress(ConnectorClosed):  # during the copy: it has been copied all the same
+            arrival.finish()
         if ahead is not None:
             with self._lock:
                 interest, is_new = self._interests.poll((f"{ahead}@{edge[0]}_{edge[1]}", *source), time.monotonic())

@@ -141,7 +141,7 @@ class SyncConnector:
         try:
             reservation.fill()
         except BaseException:
-            self._home.post(reservation.release)
+            self._post_last(reservation.release)
             raise
         self._home.post(partial(client.shared.publish, reservation))
         address: Any = _Address(host, port)
@@ -176,7 +176,7 @@ class SyncConnector:
             ahead = _next_of(get_key, from_stage, value)
         finally:
             # Also of what cannot be read: it would come again, and could be read no better.
-            self._post_last(partial(client.shared.finish, arrival, edge, ahead, source))
+            self._post_last(partial(client.shared.finish, arrival, edge, source, ahead))
         return value, arrival.size
 
     def get_with_deadline(
@@ -195,9 +195,9 @@ class SyncConnector:
         self, from_stage: str, to_stage: str, key: str, metadata: dict[str, Any] | None, limit: float
     ) -> tuple[Any, int] | None:
         client = self._require_client()
-        host, port = self._find_source(key, metadata)
-        known = {**(metadata or {}), "source_host": host, "source_port": port}
-        take = partial(client.shared.take, (from_stage, to_stage), key, known)
+        source, edge = self._find_source(key, metadata), (from_stage, to_stage)
+        known = {**(metadata or {}), "source_host": source[0], "source_port": source[1]}
+        take = partial(client.shared.take, edge, key, known)
         try:
             arrival = self._home.portal.call(client.run, take, timeout=limit)
         except TimeoutError:
@@ -208,7 +208,7 @@ class SyncConnector:
         try:
             return self._received(arrival), arrival.size
         finally:
-            self._post_last(arrival.finish)
+            self._post_last(partial(client.shared.finish, arrival, edge, source))
 
     def _find_source(self, key: str, metadata: dict[str, Any] | None) -> tuple[str, int]:
         known = metadata or {}
