@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ from rig import (
     assert_free,
     begin,
     filled,
+    free_port,
     open_pair,
     port_of,
     receiver_config,
@@ -40,13 +40,6 @@ from trio_mori import (
 from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic
-
-
-def free_port() -> int:
-    """A port where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def to(stage: Stage | int) -> dict[str, object]:

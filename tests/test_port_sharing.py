@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -35,6 +34,7 @@ from rig import (
     assert_free,
     begin,
     filled,
+    free_port,
     open_pair,
     port_of,
     receiver_config,
@@ -67,19 +67,6 @@ from trio_mori.abc import Arrived, Connected, Link
 from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic
-
-
-# Not that of `random`, whose numbers are the same in every process that runs these tests.
-_any = random.SystemRandom()
-
-
-def free_port() -> int:
-    """A port where nobody listens, and that no connection gets as its own."""
-    while True:
-        port = _any.randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @pytest.fixture
