@@ -107,6 +107,8 @@ class ChunkSender:
 
         Raises:
             Misuse: after the end, or while another task sends.
+            KeyBusy: a chunk that nobody had read of an earlier stream of this request is being transferred under its
+                key just now. It was not sent; send it again.
             others: as `Connector.put`.
         """
         if self._ended:
