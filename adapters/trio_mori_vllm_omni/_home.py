@@ -153,6 +153,21 @@ class Shared:
         info = core.get_connection_info()
         return reservation, info["host"], info["zmq_port"]
 
+    def put_nowait(self, from_stage: str, to_stage: str, key: str, plan: Plan, replaces: str | None) -> tuple[str, int]:
+        """As `reserve_nowait`, with the copy and the rest made here and now. Returns where the sender listens.
+
+        Raises:
+            KeyBusy, others: as `reserve_nowait`.
+        """
+        reservation, host, port = self.reserve_nowait(from_stage, to_stage, key, plan, replaces)
+        try:
+            reservation.fill()
+        except BaseException:
+            reservation.release()
+            raise
+        reservation.publish()
+        return host, port
+
     def publish(self, reservation: Reservation) -> None:
         """Let receivers have what was filled."""
         try:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -34,7 +34,7 @@ from trio_mori import (
     plan_payload,
 )
 
-from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, home_of_this_process
+from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, Shared, home_of_this_process
 from ._place import Place
 from ._received import ReceivedBuffer
 
@@ -43,15 +43,22 @@ logger = logging.getLogger("trio_mori.vllm_omni")
 # A put waits for the loop, which answers within a millisecond, and the first one for memory and a port.
 CALL_LIMIT = 30.0
 
+# A smaller payload is copied in the loop, with all else that a put does there: that takes 20 us, and to wake the loop
+# once more takes 50 to 100. Not from a GPU: its queue would have to be waited for.
+COPIED_IN_LOOP = 128 * 1024
+
 # As long as a loop that is alive takes to answer, with much to spare.
 HEALTH_LIMIT = 1.0
+
+
+T = TypeVar("T")
 
 
 class Codec(Protocol):
     """What is done to payloads that are not raw, before they are sent and after they came. In any thread."""
 
-    def plain(self, value: Any) -> object:
-        """What to send. Tensors and bytes are sent raw.
+    def plain(self, value: Any) -> tuple[object, bool]:
+        """What to send, and whether all of it is in host memory.
 
         Raises:
             TypeError, ValueError, OverflowError: it cannot be sent.
@@ -65,8 +72,8 @@ class SyncConnector:
     """A stage's connector, as vllm-omni calls it.
 
     One instance receives and sends. `put` claims memory in one call to the loop, copies in the calling thread, and
-    posts the rest; it never waits for a peer or for room. `get` looks into memory: what is not there is asked for once,
-    and the next call after its arrival has it.
+    posts the rest; a small payload takes that one call. It never waits for a peer or for room. `get` looks into
+    memory: what is not there is asked for once, and the next call after its arrival has it.
 
     Attributes:
         config: The whole `extra` that it was made of.
@@ -126,27 +133,32 @@ class SyncConnector:
         try:
             if not self.can_put:
                 raise WrongRole(f"put of {put_key!r} on a connector that only receives")
-            plan = self._plan(data)
-            claim = partial(
-                client.shared.reserve_nowait, from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage)
-            )
-            try:
-                reservation, host, port = self._home.portal.call_sync(claim)
-            except NotReady:
-                self._home.portal.call(client.shared.wait_listening, timeout=CALL_LIMIT)
-                reservation, host, port = self._home.portal.call_sync(claim)
+            plan, is_on_host = self._plan(data)
+            place = (from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage))
+            if is_on_host and plan.size <= COPIED_IN_LOOP:
+                host, port = self._in_loop(client.shared, partial(client.shared.put_nowait, *place))
+            else:
+                reservation, host, port = self._in_loop(client.shared, partial(client.shared.reserve_nowait, *place))
+                try:
+                    reservation.fill()
+                except BaseException:
+                    self._post_last(reservation.release)
+                    raise
+                self._home.post(partial(client.shared.publish, reservation))
         except (WrongRole, UnsupportedPayload, NoRoom, TooBig, KeyBusy) as error:
             client.shared.reasons.note("put", error)
             return False, 0, None
-        try:
-            reservation.fill()
-        except BaseException:
-            self._post_last(reservation.release)
-            raise
-        self._home.post(partial(client.shared.publish, reservation))
         address: Any = _Address(host, port)
         metadata = Receipt(plan.size, plan.is_raw, plan.whole_header, address).metadata
         return True, metadata["data_size"], metadata
+
+    def _in_loop(self, shared: Shared, function: Callable[[], T]) -> T:
+        """Have something done that needs the port of this stage, which may still be to be had."""
+        try:
+            return self._home.portal.call_sync(function)  # type: ignore[no-any-return]
+        except NotReady:
+            self._home.portal.call(shared.wait_listening, timeout=CALL_LIMIT)
+            return self._home.portal.call_sync(function)  # type: ignore[no-any-return]
 
     # --- get ----------------------------------------------------------------------------------------------
 
@@ -222,22 +234,23 @@ class SyncConnector:
             )
         return str(host), int(port)
 
-    def _plan(self, data: Any) -> Plan:
-        try:
-            return plan_payload(self._sendable(data))
-        except UnsupportedPayload:
-            raise
-        except (TypeError, ValueError, OverflowError) as error:  # of the codec
-            raise UnsupportedPayload(str(error), path="payload") from error
-
-    def _sendable(self, data: Any) -> object:
+    def _plan(self, data: Any) -> tuple[Plan, bool]:
+        """How it will lie in the pool, and whether all of it is in host memory now."""
+        is_on_host = True
         if isinstance(data, ReceivedBuffer):
-            return data.tensor
-        if isinstance(data, ManagedBuffer | torch.Tensor | bytes):
-            return data
-        tree = self._codec.plain(data)
-        # Alone, bytes would be taken for a raw payload; those that were not are told by this.
-        return bytearray(tree) if isinstance(tree, bytes) else tree
+            data = data.tensor
+        if isinstance(data, ManagedBuffer):
+            is_on_host = data.device == "cpu"
+        elif isinstance(data, torch.Tensor):
+            is_on_host = data.device.type == "cpu"
+        elif not isinstance(data, bytes):
+            try:
+                data, is_on_host = self._codec.plain(data)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise UnsupportedPayload(str(error), path="payload") from error
+            if isinstance(data, bytes):
+                data = bytearray(data)  # alone, bytes would be a raw payload; those that were not are told by this
+        return plan_payload(data), is_on_host
 
     def _received(self, arrival: AnyArrival) -> object:
         value = arrival.restore()

@@ -52,21 +52,22 @@ class _Collector(OmniMsgpackEncoder):  # type: ignore[misc]
 class StockCodec:
     """Does to payloads what the stock serializer does. Stateless."""
 
-    def plain(self, value: Any) -> object:
-        """The tree that the serializer would have sent, with its large parts as they are.
+    def plain(self, value: Any) -> tuple[object, bool]:
+        """The tree that the serializer would have sent, with its large parts as they are; and if all are on the host.
 
         Raises:
             TypeError, ValueError, OverflowError: the serializer could not have sent it.
         """
         if isinstance(value, StockBuffer):
-            return value.tensor
+            return value.tensor, value.tensor.device.type == "cpu"
         collector = _Collector()
         encoded = collector.encode(value)
 
-        def part(code: int, data: memoryview) -> object:
+        def restored(code: int, data: memoryview) -> object:
             return collector.parts[int.from_bytes(data, "big")] if code == _CODE else msgpack.Ext(code, bytes(data))
 
-        return msgspec.msgpack.Decoder(ext_hook=part).decode(encoded)
+        is_on_host = all(part.device.type == "cpu" for part in collector.parts if isinstance(part, torch.Tensor))
+        return msgspec.msgpack.Decoder(ext_hook=restored).decode(encoded), is_on_host
 
     def revived(self, tree: object) -> object:
         """What the serializer would have delivered of a tree that came."""

@@ -17,7 +17,7 @@ import trio_mori_vllm_omni._home as home_module
 from trio_mori_vllm_omni._interests import PATIENCE
 from trio_mori_vllm_omni._place import find_place
 from trio_mori_vllm_omni._received import ReceivedBuffer
-from trio_mori_vllm_omni._sync import SyncConnector
+from trio_mori_vllm_omni._sync import COPIED_IN_LOOP, SyncConnector
 
 from trio_mori import (
     BindFailed,
@@ -40,10 +40,10 @@ LIMIT = 20.0
 class Identity:
     """A codec that changes nothing."""
 
-    def plain(self, value: object) -> object:
+    def plain(self, value: object) -> tuple[object, bool]:
         if isinstance(value, complex):
             raise TypeError("complex numbers do not travel")
-        return value
+        return value, True
 
     def revived(self, tree: object) -> object:
         return tree
@@ -159,6 +159,18 @@ def test_a_structure_is_delivered_once_and_leaves_both_pools_free() -> None:
         assert down.get("0", "1", "r_0_0") is None
         down.abandon_get("r_0_0")
         eventually(lambda: is_whole(up) and is_whole(down), "that both pools are free")
+
+
+@deterministic
+@pytest.mark.parametrize("size", [COPIED_IN_LOOP - 4096, COPIED_IN_LOOP + 4096])
+def test_the_source_of_a_put_may_be_overwritten_when_it_has_returned(size: int) -> None:
+    with open_pair() as (up, down):
+        source = torch.ones(size, dtype=torch.uint8)
+        assert up.put("0", "1", "k", {"x": source})[0]
+        source.zero_()
+        value, _ = poll(down, "k")
+        assert isinstance(value, dict)
+        assert bool((value["x"] == 1).all())
 
 
 @deterministic
