@@ -46,7 +46,7 @@ class Repeat:
 
     Attributes:
         failed: Seeds of the runs that failed.
-        seconds: Of each run.
+        seconds: Of processor time, for each run.
     """
 
     def __init__(self, runs: int, first: int) -> None:
@@ -84,8 +84,8 @@ class Repeat:
                 self._end(run)
 
     def _end(self, run: Run) -> None:
-        _, status = os.waitpid(run.pid, 0)
-        self.seconds.append(time.monotonic() - run.started)
+        _, status, used = os.wait4(run.pid, 0)
+        self.seconds.append(used.ru_utime + used.ru_stime)
         if status:
             self.failed.append(run.seed)
             print(f"seed {run.seed} failed (status {status}):\n{run.log.read_text(errors='replace')}", flush=True)
@@ -97,17 +97,21 @@ class Repeat:
 def _be_run(session: pytest.Session, seed: int, directory: Path) -> None:
     """One run, and the end of this process."""
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(directory)
-    with (directory / "log").open("w", buffering=1) as log:
-        faulthandler.enable(log)
-        plugins = session.config.pluginmanager
-        plugins.unregister(plugins.getplugin("terminalreporter"))
-        report = Report(log)
-        plugins.register(report)
-        session.config.option.randomly_seed = seed
-        session.config.hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
-        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
-            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    os._exit(report.failed or report.passed == 0)
+    status = 1
+    try:
+        with (directory / "log").open("w", buffering=1) as log:
+            faulthandler.enable(log)
+            report = Report(log)
+            plugins, hook = session.config.pluginmanager, session.config.hook
+            plugins.unregister(plugins.getplugin("terminalreporter"))
+            plugins.register(report)
+            session.config.option.randomly_seed = seed
+            hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
+            for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+                hook.pytest_runtest_protocol(item=item, nextitem=following)
+            status = int(report.failed or report.passed == 0)
+    finally:
+        os._exit(status)
 
 
 class Report:
@@ -135,7 +139,7 @@ def main(runs: int, first: int) -> int:
     print(
         f"deterministic tests: {runs} runs in random order, {len(repeat.failed)} failed"
         f"{f' (seeds {sorted(repeat.failed)})' if repeat.failed else ''}, "
-        f"{took:.0f} s, {took / runs:.1f} s a run"
+        f"{took:.0f} s, {took / runs:.1f} s a run ({sum(repeat.seconds) / runs:.1f} s of processor time)"
     )
     return 1 if repeat.failed else 0
 
