@@ -136,5 +136,7 @@ class _Entering(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:  # whoever asks the module for its source asks this one
+            module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         enter_names(module)

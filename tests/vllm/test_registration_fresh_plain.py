@@ -25,11 +25,12 @@ for each in (path, path.parent, path.parent.parent):
 (path / "factory.py").write_text("class OmniConnectorFactory:\\n    _registry = {{}}\\n")
 sys.path.insert(0, str(folder))
 finders = list(sys.meta_path)
-from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
-print(sorted(OmniConnectorFactory._registry), len(finders) - len(sys.meta_path))
+from vllm_omni.distributed.omni_connectors import factory
+print(sorted(factory.OmniConnectorFactory._registry), len(finders) - len(sys.meta_path))
+print(type(factory.__loader__).__name__, factory.__loader__ is factory.__spec__.loader)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == f"{[STOCK_NAME, NAME]} 1\n", done.stderr
+    assert done.stdout == f"{[STOCK_NAME, NAME]} 1\nSourceFileLoader True\n", done.stderr
 
 
 def test_registering_imports_neither_vllm_nor_torch() -> None:
