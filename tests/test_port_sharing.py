@@ -63,7 +63,7 @@ from trio_mori import _port as ports
 from trio_mori._offers import offer_of
 from trio_mori._protocol import wire
 from trio_mori._zmq import ListeningLink, open_dialler, open_listener
-from trio_mori.abc import Arrived, Connected, Link
+from trio_mori.abc import Arrived, Connected, Disconnected, Link
 from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic
@@ -394,6 +394,9 @@ async def test_one_that_put_keeps_the_address_and_the_other_put_says_so() -> Non
             assert caught.value.port == site.port
             assert caught.value.pid == os.getpid()
             assert isinstance(caught.value.__cause__, BindFailed)
+        with pytest.raises(NotReady):  # it asks once more, and does not repeat what was told
+            second.connector.put_nowait("0", "1", "other", b"y")
+        await wait_until(lambda: standing(second) == "passive")
         assert await get(receiver, "k") == b"x"
         assert (standing(first), standing(second)) == ("held", "passive")
 
@@ -408,6 +411,25 @@ async def test_one_whose_put_is_under_way_keeps_the_address() -> None:
         reservation.release()
         await put(second, "k", b"y")
         assert standing(first) == "passive"
+
+
+@deterministic
+async def test_one_whose_put_waits_for_room_keeps_the_address() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        source = {"sender_host": "127.0.0.1", "sender_zmq_port": port_of(pair.sender)}
+        config = {"role": "both", "zmq_port": free_port(), **source}
+        first = await start_stage(nursery, pair.fabric, **config)
+        with another_process():
+            second = await start_stage(nursery, pair.fabric, **config)
+        await pair.put("big", filled(POOL * 3 // 4))
+        async with first.connector.lease("0", "1", "big"):
+            outcome = begin(nursery, first.connector.put, "1", "2", "k", filled(POOL // 2))
+            await wait_until(lambda: first.connector.statistics().pool.waiting)
+            with pytest.raises(PortHeld):
+                await second.connector.put("1", "2", "k", b"y")
+        await outcome.wait()
+        await second.close()
+        await first.close()
 
 
 @deterministic
@@ -496,10 +518,15 @@ async def test_the_address_goes_to_and_fro_between_those_that_put_nothing_that_s
         stages = [await site.open(), await site.open_elsewhere(), await site.open_elsewhere()]
         receiver = await site.open_receiver()
         waiting = await get_later(site, receiver, "k")
+        incarnations = set()
         for number in range(9):
             with pytest.raises(UnsupportedPayload):
                 await put(stages[number % 3], "k", object())
             assert standing(stages[number % 3]) == "held"
+            sender = stages[number % 3].connector._sender
+            assert sender is not None
+            incarnations.add(sender.epoch)
+        assert len(incarnations) == 9
         await put(stages[1], "k", b"x")
         assert await waiting.wait() == b"x"
         assert receiver.connector.health()["quarantined"] == 0
@@ -622,6 +649,24 @@ async def test_a_receiver_that_does_not_hear_keeps_nobody_from_the_address_for_l
         await put(second, "k", b"x")
         assert trio.current_time() - started < SOON
         assert first.connector.health()["peers"] == 0
+
+
+@deterministic
+async def test_a_receiver_that_comes_while_the_holder_says_farewell_is_not_welcomed_any_more() -> None:
+    deployment = wire.Deployment("", 1, 0, 0, "")
+    async with open_site() as site, site.fabric.open() as engine, open_dialler("127.0.0.1", site.port) as deaf:
+        first, second = await site.open(), await site.open_elsewhere()
+        assert await deaf.receive() == [Connected()]
+        deaf.send(wire.encode(wire.Hello(1, 1, bytes(16), 1, 5.0, [offer_of(engine)], deployment)))
+        await wait_until(lambda: first.connector.health()["peers"] == 1)
+        async with open_dialler("127.0.0.1", site.port) as late:
+            assert await late.receive() == [Connected()]
+            outcome = begin(site.nursery, put, second, "k", b"x")
+            while standing(first) != "yielding":  # and stays so until the deaf one is given up
+                await trio.lowlevel.checkpoint()
+            late.send(wire.encode(wire.Hello(1, 1, b"late" * 4, 1, 5.0, [offer_of(engine)], deployment)))
+            assert await late.receive() == [Disconnected()]
+        await outcome.wait()
 
 
 @deterministic
@@ -917,8 +962,9 @@ async def test_a_trio_mori_of_another_release_fails_the_open_and_is_named() -> N
 
 
 @deterministic
-async def test_a_trio_mori_of_another_deployment_fails_the_open_and_is_named() -> None:
-    async with open_holder(lambda _: wire.encode(holder_of(port, yields=False, digest="else"))) as port:
+@pytest.mark.parametrize("yields", [False, True])
+async def test_a_trio_mori_of_another_deployment_fails_the_open_and_is_named(yields: bool) -> None:
+    async with open_holder(lambda _: wire.encode(holder_of(port, yields=yields, digest="else"))) as port:
         error = await open_and_fail(port)
         assert "a trio_mori of another deployment, process 4711 (configuration 'else' where ours is" in str(error)
 

@@ -204,6 +204,7 @@ class Address:
                 return False
             logger.info("%s is given up for another process of this stage, which puts", self)
             self._move(Standing.YIELDING)
+            self.sender.reception.leave()  # whoever comes from now on is not told to go
             self._asked.set()
         return self.standing in (Standing.YIELDING, Standing.CLOSING)
 

@@ -279,9 +279,8 @@ class Sender:
     async def say_farewell(self) -> None:
         """Send the receivers away, for another sender takes this one's place, and wait until they have heard.
 
-        Only while nothing was put. It ends with `begin_anew`.
+        Only while nothing was put, and after `reception.leave`. It ends with `begin_anew`.
         """
-        self.reception.leave()
         self.book.leave()
         self.flush()
         if any(s.connected for s in self.book.sessions.values()):
