@@ -392,7 +392,6 @@ async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> N
                     status.code = StatusCode.SUCCESS
 
 
-@deterministic
 async def test_no_write_is_forgotten_however_often_the_sweep_is_held_up(
     fabric: Fabric, monkeypatch: pytest.MonkeyPatch
 ) -> None:
