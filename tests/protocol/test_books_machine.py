@@ -326,4 +326,4 @@ class Books(RuleBasedStateMachine):
 
 
 class TestBooks(Books.TestCase):
-    settings = settings(stateful_step_count=64)
+    settings = settings(stateful_step_count=56)
