@@ -589,6 +589,7 @@ def test_a_failure_of_the_core_connector_is_the_cause_of_every_later_error_and_s
         assert up.put("0", "1", "k", b"x")[0]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # from 3.12 on
 def test_a_forked_child_is_refused_and_leaves_its_parent_alone() -> None:
     with open_pair() as (up, down):
         child = os.fork()
