@@ -33,6 +33,7 @@ QUIET = ("-W", "ignore:Failed to initialize NumPy")  # torch says so when it is 
 ECHO_GRACE = (
     5.0  # seconds for a failed stage to be heard of after its neighbours said so: it closes its connector first
 )
+LEAVE_GRACE = 20.0  # seconds for a stage that is told to leave: on a busy machine, loading torch alone may take ten
 
 
 class Stage:
@@ -178,7 +179,7 @@ class Demo:
 
 async def start(nursery: trio.Nursery, role: str) -> trio.Process:
     """Start a stage process. It gets a process group of its own: Ctrl-C reaches this process only, which then ends
-    the stages in order; when the nursery is cancelled they get SIGTERM, and SIGKILL five seconds later.
+    the stages in order; when the nursery is cancelled they are told to `leave`.
     """
     command = [sys.executable, *QUIET, "-m", "examples.pipeline.process", role]
     run = partial(
@@ -188,9 +189,17 @@ async def start(nursery: trio.Nursery, role: str) -> trio.Process:
         stdout=subprocess.PIPE,
         check=False,
         start_new_session=True,
+        deliver_cancel=leave,
     )
     process: trio.Process = await nursery.start(run)
     return process
+
+
+async def leave(process: trio.Process) -> None:
+    """End a process by SIGTERM, or at last by SIGKILL. Cancelled when it has ended."""
+    process.terminate()
+    await trio.sleep(LEAVE_GRACE)
+    process.kill()
 
 
 async def say(process: trio.Process, line: bytes) -> None:
