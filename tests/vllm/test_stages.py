@@ -268,6 +268,20 @@ def test_a_worker_and_a_scheduler_of_one_process_share_a_connector(base: int) ->
         worker.close()
 
 
+def test_rank_and_replica_of_the_process_enter_into_its_ports(base: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trio_mori_vllm_omni import TrioMoriConnector
+
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("VLLM_OMNI_REPLICA_ID", "3")
+    extra = {"host": "127.0.0.1", "zmq_port": base, "memory_pool_size": POOL, "role": "receiver", "stage_id": 1}
+    connector = TrioMoriConnector(extra)
+    try:
+        assert connector.zmq_port == base + 1 + 2 * 16 + 3 * 1024
+        assert connector.sender_zmq_port == base + 2 * 16 + 3 * 1024
+    finally:
+        connector.close()
+
+
 # --- seams ------------------------------------------------------------------------------------------------------
 
 
