@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import trio
@@ -120,3 +122,42 @@ async def test_a_message_over_the_limit_is_dropped_and_counted() -> None:
         assert isinstance(event, Arrived)
         assert len(event.frames[0]) == 2 * PACKET
         assert listener.statistics().oversized == 1
+
+
+@contextmanager
+def raw_connection(name: str) -> Iterator[socket.socket]:
+    """A peer that keeps to nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{name}")
+        yield connection
+
+
+async def test_a_part_of_a_message_without_content_ends_its_connection() -> None:
+    name = new_name()
+    async with open_unix_listener(name) as listener:
+        with raw_connection(name) as connection:
+            connection.send(b"\1")
+            assert isinstance(await next_event(listener), Disconnected)
+            assert connection.recv(1) == b""
+
+
+async def test_parts_of_a_message_without_an_end_hold_up_nobody() -> None:
+    name = new_name()
+    script = (
+        "import socket, time\n"
+        "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        f"s.connect('\\0{name}')\n"
+        "s.send(b'\\0\\1\\5\\0\\0\\0begun')\n"
+        "end = time.monotonic() + 10\n"
+        "while time.monotonic() < end: s.send(b'\\1' + bytes(9))\n"
+    )
+    async with open_unix_listener(name) as listener:
+        with peer_process(script) as flood:
+            try:
+                assert isinstance(await next_event(listener), Arrived)
+                with trio.move_on_after(0.05) as limit:
+                    await listener.receive()
+                assert limit.cancelled_caught
+                assert flood.poll() is None, "the limit came when the flood was over"
+            finally:
+                flood.kill()
