@@ -70,7 +70,12 @@ def files_of(name: str) -> set[str]:
 def test_the_wheel_has_both_packages_whole_and_nothing_else(built: Built) -> None:
     files = {name for name in built.files if ".dist-info/" not in name}
     assert files == files_of("trio_mori") | files_of("trio_mori_vllm_omni")
-    assert {"trio_mori/py.typed", "trio_mori/_protocol/wire.py", "trio_mori_vllm_omni/__init__.py"} <= files
+    assert {
+        "trio_mori/py.typed",
+        "trio_mori_vllm_omni/py.typed",
+        "trio_mori/_protocol/wire.py",
+        "trio_mori_vllm_omni/__init__.py",
+    } <= files
 
 
 def test_a_wheel_made_of_the_sdist_is_the_same(built: Built, tmp_path: Path) -> None:

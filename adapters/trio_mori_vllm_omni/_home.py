@@ -31,8 +31,8 @@ from trio_mori import (
     open_connector,
 )
 from trio_mori import Connector as Core
+from trio_mori.blocking import Portal
 
-from ._core import Portal
 from ._interests import PAUSE, Interest, Interests, State
 from ._reasons import Reasons
 
