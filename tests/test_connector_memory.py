@@ -84,11 +84,26 @@ async def test_a_get_cancelled_while_its_write_fails_leaves_nothing_behind() -> 
         await pair.assert_whole()
 
 
-async def test_gets_are_refused_when_too_much_of_the_pool_is_in_quarantine() -> None:
+async def test_gets_that_were_cancelled_a_moment_ago_refuse_no_other() -> None:
     async with open_pair(receiver={"quarantine_fraction": 0.25}) as pair, trio.open_nursery() as nursery:
+        outcome = await pair.hold_one(nursery, "k", filled(POOL // 4))
+        await pair.put("other", filled(100))
+        outcome.scope.cancel()
+        await outcome.over.wait()
+        assert pair.receiver.health()["quarantined"] == POOL // 4
+        with trio.fail_after(3):
+            assert torch.equal(await pair.get("other"), filled(100))
+        pair.sender_engine.release()
+        await wait_until(lambda: pair.receiver.health()["quarantined"] == 0)
+
+
+async def test_gets_are_refused_when_too_much_of_the_pool_is_in_quarantine() -> None:
+    receiver = {"quarantine_fraction": 0.25, "heartbeat_interval": 0.02}
+    async with open_pair(receiver=receiver) as pair, trio.open_nursery() as nursery:
         outcome = await pair.hold_one(nursery, "k", filled(POOL // 4))
         outcome.scope.cancel()
         await outcome.over.wait()
+        await wait_until(lambda: pair.receiver._receiver.book.held_back)
         with pytest.raises(NoRoom, match="quarantine_fraction") as caught:
             await pair.get("other")
         assert caught.value.quarantined == POOL // 4

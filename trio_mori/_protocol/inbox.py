@@ -146,7 +146,7 @@ class Inbox:
         Raises:
             NoRoom: too much of the pool is in quarantine.
         """
-        quarantined = self.quarantined
+        quarantined = self.held_back
         if quarantined and quarantined >= self._quarantine_limit:
             raise NoRoom(
                 f"get of {key!r} refused: {format_size(quarantined)} of the pool are held back (limit "
@@ -430,6 +430,8 @@ class Inbox:
         if interest.state is not State.RETURNING:
             self._fail(interest, message.code, message.detail)
         cause = Cause.FAIL if message.settled else Cause.DOUBT
+        if not message.settled:
+            interest.returned = -2
         self._move(interest, cause)
         self._leave_queues(interest)
         if message.settled:
@@ -501,6 +503,8 @@ class Inbox:
     def _move(self, interest: Interest, cause: Cause) -> None:
         interest.state = step(INTEREST_TABLE, interest.state, cause)
         if interest.state is State.RETURNING:
+            if cause is Cause.GIVE_BACK:
+                interest.returned = interest.channel.sequence
             self._returning[interest] = None
         else:
             self._returning.pop(interest, None)
@@ -544,6 +548,20 @@ class Inbox:
                     total[HELD_AS[interest.state]] += interest.extent.size
             total["quarantined"] += sum(e.size for extents in channel.ghosts.values() for e in extents)
         return total
+
+    @property
+    def held_back(self) -> int:
+        """Of the bytes in quarantine those that do not seem to come back soon.
+
+        A sender that lives answers a cancel within a round trip, and what was cancelled a moment ago is no reason to
+        refuse anything. Two heartbeats later it is.
+        """
+        waiting = sum(
+            i.extent.size
+            for i in self._returning
+            if i.extent is not None and i.channel.up and i.channel.sequence <= i.returned + 1
+        )
+        return self.quarantined - waiting
 
     @property
     def quarantined(self) -> int:

@@ -93,6 +93,7 @@ class Interest:
         epoch: The only incarnation of the sender that will do, if one was named; that of the one that sent it.
         size, header: Of the payload that arrived.
         failure: Why it failed: a code of `wire.Failed` or of this module, and the sender's words.
+        returned: Number of the last heartbeat when it was given up; -2 if its sender has said that it may still write.
         waiter: What the shell wakes.
     """
 
@@ -108,6 +109,7 @@ class Interest:
     size: int = 0
     header: bytes = b""
     failure: tuple[int, str] | None = None
+    returned: int = 0
     waiter: object = None
 
     @property
