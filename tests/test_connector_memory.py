@@ -20,7 +20,7 @@ from rig import (
 )
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_mori import Expired, Gone, NoRoom, TransferFailed
+from trio_mori import Expired, Gone, NoRoom, NotReady, TransferFailed
 from trio_mori._protocol.extents import INBOUND, OUTBOUND
 
 pytestmark = pytest.mark.deterministic
@@ -87,14 +87,15 @@ async def test_a_get_cancelled_while_its_write_fails_leaves_nothing_behind() -> 
 async def test_gets_that_were_cancelled_a_moment_ago_refuse_no_other() -> None:
     async with open_pair(receiver={"quarantine_fraction": 0.25}) as pair, trio.open_nursery() as nursery:
         outcome = await pair.hold_one(nursery, "k", filled(POOL // 4))
-        await pair.put("other", filled(100))
         outcome.scope.cancel()
         await outcome.over.wait()
         assert pair.receiver.health()["quarantined"] == POOL // 4
-        with trio.fail_after(3):
-            assert torch.equal(await pair.get("other"), filled(100))
+        with pytest.raises(NotReady):
+            pair.get_nowait("other")
         pair.sender_engine.release()
         await wait_until(lambda: pair.receiver.health()["quarantined"] == 0)
+        await pair.put("other", filled(100))
+        assert torch.equal(await pair.get("other"), filled(100))
 
 
 async def test_gets_are_refused_when_too_much_of_the_pool_is_in_quarantine() -> None:
