@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
+# Errors of the system that pass when this process or another one lets go of something.
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
 
 class TrioMoriError(Exception):
     """Base of all errors raised by trio_mori."""

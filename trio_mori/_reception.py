@@ -11,7 +11,7 @@ import attrs
 import trio
 
 from ._config import ConnectorConfig
-from ._errors import ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError
+from ._errors import SHORTAGES, ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError
 from ._offers import find_offer, offer_of
 from ._pool import Pool
 from ._protocol import wire
@@ -220,7 +220,11 @@ class Reception:
         try:
             return self._engine.add_peer(theirs)
         except DescriptorRefused as error:
-            self._mismatch(link, route, hello, str(error))
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
+                # No answer: the receiver says hello again at its next heartbeat, when there may be room for it.
+                logger.warning("receiver %s has to wait: %s", hello.session.hex(), error)
+            else:
+                self._mismatch(link, route, hello, str(error))
         except ConnectorClosed:
             pass  # the engine ends: no answer, and soon no sender
         return None

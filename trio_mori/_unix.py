@@ -16,7 +16,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from math import inf
 
 import attrs
@@ -66,10 +66,16 @@ class _UnixTransport(Transport):
     edge_triggered = False
 
     def __init__(
-        self, nursery: trio.Nursery, on_gone: Callable[[bytes], None], *, max_frames: int, max_bytes: int
+        self,
+        nursery: trio.Nursery,
+        epoll: select.epoll,
+        on_gone: Callable[[bytes], None],
+        *,
+        max_frames: int,
+        max_bytes: int,
     ) -> None:
-        self._epoll = select.epoll()
-        super().__init__(self._epoll.fileno())
+        self._epoll = epoll
+        super().__init__(epoll.fileno())
         self._start_soon = nursery.start_soon
         self._on_gone = on_gone
         self._max_frames = max_frames
@@ -124,7 +130,6 @@ class _UnixTransport(Transport):
             _close(record.socket)
         self._connections.clear()
         self._by_route.clear()
-        self._epoll.close()
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -324,17 +329,20 @@ async def open_unix_dialler(
     """Connect to the listener of a name; the link is `Connected` from the start, and once.
 
     Raises:
-        PeerLost: nobody listens by that name in this network namespace, or not as this user.
+        PeerLost: nobody listens by that name in this network namespace, or not as this user; or this process has no
+            descriptors left.
     """
-    with _new_socket() as connection:
+    with ExitStack() as stack:
         try:
+            connection = stack.enter_context(_new_socket())
             connection.connect(f"\0{name}")
+            epoll = stack.enter_context(select.epoll())
         except OSError as error:
             raise PeerLost(f"cannot reach unix:@{name}: {error.strerror}", peer=f"unix:@{name}") from error
         if not is_own_user(connection):
             raise PeerLost(f"unix:@{name} is listened on by another user", peer=f"unix:@{name}")
         link = UnixDialler(name)
-        async with _running(link, max_frames, max_bytes) as transport:
+        async with _running(link, epoll, max_frames, max_bytes) as transport:
             transport.add(connection, b"")
             link.attach(transport)
             yield link
@@ -349,20 +357,22 @@ async def open_unix_listener(
     Raises:
         OSError: the name is taken, or there are no such sockets here.
     """
-    with _new_socket() as listener:
+    with _new_socket() as listener, select.epoll() as epoll:
         listener.bind(f"\0{name}")
         listener.listen(_BACKLOG)
         link = UnixListener(name)
-        async with _running(link, max_frames, max_bytes) as transport:
+        async with _running(link, epoll, max_frames, max_bytes) as transport:
             transport.listen(listener)
             link.attach(transport)
             yield link
 
 
 @asynccontextmanager
-async def _running(link: UnixDialler | UnixListener, max_frames: int, max_bytes: int) -> AsyncIterator[_UnixTransport]:
+async def _running(
+    link: UnixDialler | UnixListener, epoll: select.epoll, max_frames: int, max_bytes: int
+) -> AsyncIterator[_UnixTransport]:
     async with open_service() as service:
-        transport = _UnixTransport(service, link.lose, max_frames=max_frames, max_bytes=max_bytes)
+        transport = _UnixTransport(service, epoll, link.lose, max_frames=max_frames, max_bytes=max_bytes)
         await service.start(link.flush_forever)
         try:
             yield transport

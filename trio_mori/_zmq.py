@@ -14,7 +14,7 @@ from typing import cast
 import trio
 import zmq
 
-from ._errors import BindFailed
+from ._errors import SHORTAGES, BindFailed
 from ._link import MAX_BATCH, QueuedLink, Transport
 from ._protocol.wire import MAX_BODY
 from ._scope import open_service
@@ -36,6 +36,10 @@ LONGEST_PAUSE = 1.0
 # Milliseconds until an attempt to reach a host that does not answer at all is made anew. The kernel would go on for two
 # minutes at growing intervals, and miss a host that comes back by up to the longest of them.
 CONNECT_TIMEOUT = 5_000
+
+# Seconds after which an attempt of which nothing is heard is given up: libzmq says nothing when it found no descriptor
+# for one. Above CONNECT_TIMEOUT, whose end is heard of.
+DIAL_TIMEOUT = 10.0
 
 # Milliseconds: more than any task keeps the trio thread from closing the socket; see `DiallingLink`.
 NEVER_RECONNECT = 3_600_000
@@ -134,16 +138,18 @@ class DiallingLink(QueuedLink):
     async def dial_forever(self) -> None:
         """Keep the link connected. Run by whoever opened it."""
         pause = FIRST_PAUSE
-        resolvable = True
+        hindrance = ""
         while True:
             try:
                 if await self._dial():
                     pause = FIRST_PAUSE
-                resolvable = True
-            except trio.socket.gaierror as error:
-                if resolvable:
-                    _log.warning("cannot resolve the host of %s (%s); trying on until it can be", self.address, error)
-                resolvable = False
+                hindrance = ""
+            except (OSError, zmq.ZMQError) as error:  # a name that cannot be resolved is one, too
+                if not isinstance(error, trio.socket.gaierror) and error.errno not in SHORTAGES:
+                    raise
+                if str(error) != hindrance:
+                    _log.warning("cannot dial %s now (%s); trying on until that is over", self.address, error)
+                hindrance = str(error)
             await trio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -155,7 +161,10 @@ class DiallingLink(QueuedLink):
         with _open_socket(zmq.DEALER, max_bytes) as socket, _watch(socket, _CONNECTION_EVENTS) as monitor:
             socket.setsockopt(zmq.IPV6, ":" in address)
             socket.connect(_endpoint(address, port))
-            if await monitor.wait() != _HANDSHAKE_SUCCEEDED:
+            event = None
+            with trio.move_on_after(DIAL_TIMEOUT):
+                event = await monitor.wait()
+            if event != _HANDSHAKE_SUCCEEDED:
                 return False
             transport = _ZmqTransport(socket, max_frames=max_frames, max_bytes=max_bytes)
             self._attach(transport)
