@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ._errors import Gone as Gone
     from ._errors import InternalError as InternalError
     from ._errors import KeyBusy as KeyBusy
+    from ._errors import KeyRefused as KeyRefused
     from ._errors import LeaseError as LeaseError
     from ._errors import Misuse as Misuse
     from ._errors import NoEndpoint as NoEndpoint
@@ -80,6 +81,7 @@ _HOMES = {
         "Gone",
         "InternalError",
         "KeyBusy",
+        "KeyRefused",
         "LeaseError",
         "Misuse",
         "NoEndpoint",

@@ -12,12 +12,13 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-from ._allowed import Choice, Device, Host, Integer, Number, OrNull, Text, near, show
+from ._allowed import Choice, Device, Host, Integer, NotAllowed, Number, OrNull, Text, near, show
 from ._allowed import checked as _key
 from ._endpoint import (
     AUTO,
@@ -339,3 +340,12 @@ def _warn_once(key: str, message: str) -> None:
     if key not in _warned:
         _warned.add(key)
         _logger.warning("%s", message)
+
+
+@lru_cache(maxsize=256)
+def named_endpoint(host: str, port: int) -> Endpoint | None:
+    """Where metadata says that a sender is; None if nobody can be there."""
+    try:
+        return Endpoint(dialled_host(_HOSTS(host)), Integer(1, 65535)(port))
+    except NotAllowed:
+        return None

@@ -15,8 +15,7 @@ import trio
 
 from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
-from ._config import ConnectorConfig, Endpoint, resolve_host
-from ._endpoint import dialled_host
+from ._config import ConnectorConfig, Endpoint, named_endpoint, resolve_host
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
 from ._lease import Lease
@@ -232,14 +231,15 @@ class Connector:
         known: Mapping[str, object] = {} if metadata is None else metadata
         host, port = known.get("source_host"), known.get("source_port")
         if host is not None or port is not None:
-            if not isinstance(host, str) or not host or not isinstance(port, int) or not 0 < port <= 65535:
+            endpoint = named_endpoint(host, port) if isinstance(host, str) and type(port) is int else None
+            if endpoint is None:
                 raise ConfigError(
                     f"get of {key!r}: metadata names the sender {host!r}:{port!r}; source_host has to be an address "
                     "and source_port a number from 1 to 65535",
                     key="source_port",
                     value=port,
                 )
-            return Endpoint(dialled_host(host), port), known
+            return endpoint, known
         if self._source is not None:
             return self._source, known
         if self.config.role == "sender":

@@ -31,6 +31,10 @@ class ConfigError(TrioMoriError, ValueError):
         self.source = source
 
 
+class KeyRefused(TrioMoriError, ValueError):
+    """A key that cannot be sent: too long, no text, or text that has no form in UTF-8."""
+
+
 class UnsupportedPayload(TrioMoriError, TypeError):
     """`put` was given something that cannot arrive bit for bit.
 

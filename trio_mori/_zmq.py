@@ -14,7 +14,7 @@ from typing import cast
 import trio
 import zmq
 
-from ._errors import SHORTAGES, BindFailed
+from ._errors import BindFailed
 from ._link import MAX_BATCH, QueuedLink, Transport
 from ._protocol.wire import MAX_BODY
 from ._scope import open_service
@@ -144,9 +144,9 @@ class DiallingLink(QueuedLink):
                 if await self._dial():
                     pause = FIRST_PAUSE
                 hindrance = ""
-            except (OSError, zmq.ZMQError) as error:  # a name that cannot be resolved is one, too
-                if not isinstance(error, trio.socket.gaierror) and error.errno not in SHORTAGES:
-                    raise
+            except (OSError, zmq.ZMQError, UnicodeError) as error:
+                # No descriptor, no such name or none that DNS could know, no such interface: a host may be given by a
+                # peer, and what is wrong today may be right tomorrow.
                 if str(error) != hindrance:
                     _log.warning("cannot dial %s now (%s); trying on until that is over", self.address, error)
                 hindrance = str(error)

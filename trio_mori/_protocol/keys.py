@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import re
 
+from .._errors import KeyRefused
+from .wire import MAX_KEY
+
 _CHUNK = re.compile(
     r"(?P<request>.+)_(?P<stage>[^_@]+)_(?P<number>\d+)@(?P<source>[^@]*)_(?P<target>[^_@]*)", re.DOTALL
 )
 
 
 def full_key(key: str, from_stage: str, to_stage: str) -> str:
-    """The key on the wire: ``{key}@{from_stage}_{to_stage}``, as vllm-omni spells it."""
-    return f"{key}@{from_stage}_{to_stage}"
+    """The key on the wire: ``{key}@{from_stage}_{to_stage}``, as vllm-omni spells it.
+
+    Raises:
+        KeyRefused: a peer would not accept it.
+    """
+    if not (isinstance(key, str) and isinstance(from_stage, str) and isinstance(to_stage, str)):
+        raise KeyRefused(f"key {key!r} from stage {from_stage!r} to {to_stage!r}: all three have to be strings")
+    full = f"{key}@{from_stage}_{to_stage}"
+    if len(full) > MAX_KEY:
+        raise KeyRefused(
+            f"key {full[:40]!r}... has {len(full)} characters with its edge; at most {MAX_KEY} are allowed: shorten it"
+        )
+    if not full.isascii():
+        try:
+            full.encode()
+        except UnicodeEncodeError as error:
+            raise KeyRefused(f"key {full!r} has no form in UTF-8 ({error.reason}): spell it without that") from None
+    return full
 
 
 def chunk_key(request_id: str, stage: str, number: int) -> str:

@@ -33,11 +33,14 @@ MAX_BODY = 1 << 20
 # Fetches that are not over, of one receiver at one sender. Each is listed in every heartbeat by at most 9 bytes.
 MAX_OPEN = 32768
 
+# Characters of a key with its edge. Those of vllm-omni have some 60.
+MAX_KEY = 1024
+
 Uint = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Ids = Annotated[list[Uint], msgspec.Meta(max_length=65536)]
 Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
-Key = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Key = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY)]
 Blob = Annotated[bytes, msgspec.Meta(max_length=4096)]
 
 
