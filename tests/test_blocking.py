@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -434,6 +434,19 @@ def test_a_close_ends_the_calls_of_other_threads_and_frees_the_port() -> None:
             closed += 1
     assert closed == 3  # one of the two puts had room
     assert not is_listening(port)
+
+
+def test_a_lease_that_the_close_of_another_thread_cut_off_says_so() -> None:
+    with both() as pair:
+        pair.sender.put("0", "1", "k", filled(100))
+        said = "its connector was closed, perhaps by another thread"
+        block = ExitStack()
+        lease = block.enter_context(pair.receiver.lease("0", "1", "k"))
+        Other(pair.receiver.close).wait()
+        with pytest.raises(LeaseError, match=said):
+            lease.value()
+        with pytest.raises(ConnectorClosed):
+            block.close()
 
 
 def enter(block: object) -> None:

@@ -241,8 +241,9 @@ class ManagedBuffer:
     def _require_claim(self) -> _Claim:
         if self._claim is None:
             raise LeaseError(
-                f"this buffer of {self._size} bytes has ended (released, put again, or its block was left): its memory "
-                "may hold something else now. Use it before, or copy what must outlive it: tensor.clone(), to_bytes()"
+                f"this buffer of {self._size} bytes has ended (released, put again, its block was left, or its "
+                "connector was closed, perhaps by another thread): its memory may hold something else now. Use it "
+                "before, or copy what must outlive it: tensor.clone(), to_bytes()"
             )
         return self._claim
 
