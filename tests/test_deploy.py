@@ -442,11 +442,14 @@ def test_a_malformed_file_is_refused_with_its_line(load: Load, text: str, line: 
     assert words in message
 
 
-@pytest.mark.parametrize(
-    "text", ['a: !!int ""', "a: 2001-99-99", "a: !!timestamp x", "a: !!bool x", "[" * 1000, "\x00"]
-)
+@pytest.mark.parametrize("text", ['a: !!int ""', "a: 2001-99-99", "a: !!timestamp x", "a: !!bool x", "\x00"])
 def test_what_the_yaml_parser_chokes_on_is_not_yaml(load: Load, text: str) -> None:
     assert "not YAML" in str(refused(load, text))
+
+
+@pytest.mark.parametrize("text", ["\n" + "[" * 5000, "\n" + "{a: " * 5000, "\n" + "- " * 5000])
+def test_a_file_that_is_nested_too_deep_is_refused_with_line_and_limit(load: Load, text: str) -> None:
+    assert "deploy.yaml, line 2: not YAML: it is nested more than 64 levels deep" in str(refused(load, text))
 
 
 @deterministic

@@ -9,6 +9,9 @@ import yaml
 
 from ._errors import ConfigError
 
+# Lists and mappings within each other. Deploy files have some six; Python's stack ends at some hundreds.
+_MAX_DEPTH = 64
+
 
 class Section(dict[object, object]):
     """A mapping of a YAML file, with the lines of its keys. Lines count from 1."""
@@ -40,13 +43,26 @@ def read_yaml(path: str) -> object:
         mark = error.problem_mark
         place = f"{path}, line {mark.line + 1}" if mark else path
         raise ConfigError(f"{place}: not YAML: {error.problem or error.context}", key="", source=path) from error
-    # PyYAML's conversions let these through: `!!int ""`, `2001-99-99`, `!!timestamp x`, ten thousand brackets.
+    # PyYAML's conversions let these through: `!!int ""`, `2001-99-99`, `!!timestamp x`.
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: not YAML: {error}", key="", source=path) from error
 
 
 class _Loader(yaml.SafeLoader):
     """Builds a `Section` for each mapping, and refuses a key that is there twice (PyYAML keeps the last)."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"it is nested more than {_MAX_DEPTH} levels deep", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def compose_mapping_node(self, anchor: dict[object, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
