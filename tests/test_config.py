@@ -208,6 +208,14 @@ def test_an_unknown_word_is_answered_with_the_known_ones(key: str, value: object
 
 
 @deterministic
+@pytest.mark.parametrize("path", ["share", "./share", "~/share"])
+def test_a_share_directory_that_is_relative_is_refused_with_the_remedy(path: str) -> None:
+    message = str(refused(share_directory=path))
+    assert message.startswith(f"share_directory: '{path}' is not allowed; give the absolute path of a directory")
+    assert "begin it with a slash" in message
+
+
+@deterministic
 def test_words_are_taken_in_any_case_as_the_stock_connector_takes_them() -> None:
     config = ConnectorConfig(role="Sender", backend_type="XGMI", memory_pool_device="CUDA:1", host="AUTO")
     assert (config.role, config.backend_type, config.host) == ("sender", "xgmi", "auto")

@@ -225,6 +225,7 @@ async def test_another_pid_namespace_without_a_share_directory_is_refused_with_t
 
 async def test_another_share_directory_is_refused_at_the_first_write(share_directory: str, tmp_path: Path) -> None:
     with owner_process(SHARE_DIRECTORY=share_directory) as (_, descriptor), trio.fail_after(20):
+        (tmp_path / "other").mkdir(mode=0o700)
         options = {"share_directory": str(tmp_path / "other")}
         async with open_engine("shm", pool_size=POOL, options=options) as engine:
             with pytest.raises(TransferFailed, match="another directory than ours") as caught:

@@ -202,6 +202,23 @@ class Text:
 
 
 @attrs.frozen
+class Directory:
+    """The absolute path of a directory, or an empty text. It is not looked for."""
+
+    noun: str
+
+    @property
+    def allowed(self) -> str:
+        return f"{self.noun}, without spaces, or an empty string"
+
+    def __call__(self, value: object) -> str:
+        path = Text(self.noun)(value)
+        if path and not path.startswith("/"):
+            raise NotAllowed("begin it with a slash: it has to mean the same wherever a stage runs")
+        return path
+
+
+@attrs.frozen
 class Host:
     """An IPv4 or IPv6 address, a host name, or one of a few words."""
 

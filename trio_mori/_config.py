@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from ._allowed import Choice, Device, Host, Integer, NotAllowed, Number, OrNull, Text, near, show
+from ._allowed import Choice, Device, Directory, Host, Integer, NotAllowed, Number, OrNull, Text, near, show
 from ._allowed import checked as _key
 from ._endpoint import (
     AUTO,
@@ -112,7 +112,7 @@ class ConnectorConfig:
         _BACKENDS, "shm", "The engine that moves the bytes. `auto` takes the first that both peers can use."
     )
     share_directory: str = _key(
-        Text("the absolute path of a directory of mode 700"),
+        Directory("the absolute path of a directory of mode 700"),
         "",
         "shm: where peers of other pid namespaces (containers) pass their pools on; mount one directory into all.",
     )

@@ -121,17 +121,24 @@ class ShareDirectory:
 
 @contextmanager
 def open_share_directory(path: object) -> Iterator[ShareDirectory]:
-    """Use this directory, which is created if its parent exists, and remove what dead engines of ours left there.
+    """Use this directory, and remove what dead engines of ours left there.
 
     Raises:
-        ConfigError: not an absolute path.
+        ConfigError: not an absolute path, or there is nothing: where a mount was forgotten, a new directory would be
+            one that no peer looks into.
         EngineUnavailable: it cannot be used, or other users can; says what to do.
     """
     if not isinstance(path, str) or not os.path.isabs(path):
         raise ConfigError(f"share_directory must be an absolute path, not {path!r}", key="share_directory", value=path)
     try:
-        Path(path).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"share_directory: {path!r} does not exist; make it with mkdir -m 700, and mount that one directory here "
+            "and wherever the peers run",
+            key="share_directory",
+            value=path,
+        ) from error
     except OSError as error:
         raise EngineUnavailable(f"shm: share_directory {path} cannot be used: {error.strerror}") from error
     try:
