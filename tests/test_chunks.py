@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ from trio_mori import (
     ChunkReceiver,
     ChunkSender,
     ConnectorClosed,
+    KeyBusy,
     Misuse,
     PayloadLost,
     PeerLost,
@@ -39,7 +40,7 @@ from trio_mori import (
     StreamFailed,
     UnsupportedPayload,
 )
-from trio_mori._chunks import TERMINAL_GRACE
+from trio_mori._chunks import MAX_REASON, TERMINAL_GRACE
 from trio_mori.testing import MemoryFabric
 
 pytestmark = pytest.mark.deterministic
@@ -227,6 +228,98 @@ async def test_a_sender_that_fails_tells_the_receiver_why_and_keeps_its_error() 
                 ) as failure:
                     await chunks.__anext__()
                 assert (failure.value.request_id, failure.value.reason) == ("r", "ValueError: no codes")
+        await pair.assert_whole()
+
+
+class Mute(Exception):
+    """An error that cannot be shown."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("y" * 2 * UNIT * POOL), "ValueError: " + "y" * (MAX_REASON - 12) + "..."),
+        (ValueError("ü" * MAX_REASON), "ValueError: " + "ü" * (MAX_REASON - 12) + "..."),
+        (ValueError("\udcff.wav"), r"ValueError: \udcff.wav"),
+        (Mute(), "Mute (without a text: its __str__ raises)"),
+    ],
+    ids=["long", "wide", "surrogate", "mute"],
+)
+async def test_a_reason_that_cannot_travel_is_cut_or_left_out_and_the_error_stays_the_sender_s(
+    error: Exception, reason: str
+) -> None:
+    async with open_pair() as pair:
+        with pytest.raises(type(error)) as caught:
+            await send_and_raise(pair, "a", error)
+        assert caught.value is error
+        assert error.__cause__ is None
+        async with receiving(pair) as chunks:
+            assert await chunks.__anext__() == "a"
+            with pytest.raises(StreamFailed) as failure:
+                await chunks.__anext__()
+            assert failure.value.reason == reason
+        await pair.assert_whole()
+
+
+async def fail_at_once(pair: Pair, error: Exception) -> None:
+    """A stream of nothing but an error."""
+    async with sending(pair):
+        raise error
+
+
+@pytest.mark.parametrize("waits_already", [True, False])
+async def test_a_failed_stream_without_room_to_say_so_is_over_for_its_receiver_even_so(
+    clock: MockClock, caplog: pytest.LogCaptureFixture, waits_already: bool
+) -> None:
+    error = ValueError("no codes")
+    async with open_pair(sender_pool=UNIT) as pair, trio.open_nursery() as nursery, AsyncExitStack() as stack:
+        await pair.put("all of it", filled(UNIT))
+        if waits_already:
+            chunks = await stack.enter_async_context(receiving(pair))
+            await wait_until(pair.parked)
+        sender = begin(nursery, fail_at_once, pair, error)
+        await wait_until(lambda: waiting_for_room(pair))
+        clock.jump(TERMINAL_GRACE)
+        with pytest.raises(ValueError, match="no codes") as caught, trio.fail_after(SOON):
+            await sender.wait()
+        assert caught.value is error
+        assert "'r' ended with no room for its last chunk within 2 s (ValueError: no codes)" in caplog.text
+        if not waits_already:
+            chunks = await stack.enter_async_context(receiving(pair))
+        for _ in range(2):  # also when it is asked again
+            with pytest.raises(PayloadLost, match=r"'r_0_0@0_1' was dropped by the sender .* its stream has ended"):
+                await chunks.__anext__()
+        await pair.get("all of it")
+        await pair.assert_whole()
+
+
+async def start_and_fail(pair: Pair, chunks: ChunkReceiver, error: Exception) -> None:
+    """A stream that fails while its receiver is being written an older chunk under the key of its end."""
+    async with sending(pair) as out:
+        await out.send("new")
+        assert await chunks.__anext__() == "new"
+        await wait_until(lambda: pair.sender_engine.held)
+        raise error
+
+
+async def test_an_end_whose_key_is_busy_is_told_when_what_holds_the_key_has_left() -> None:
+    async with open_pair() as pair:
+        await send_all(pair, ["old", filled(100)])
+        await pair.get("r_0_0")
+        pair.sender_engine.hold()
+        error = ValueError("no codes")
+        async with receiving(pair) as chunks:
+            with pytest.raises(ValueError, match="no codes") as caught:
+                await start_and_fail(pair, chunks, error)
+            assert caught.value is error
+            assert isinstance(error.__cause__, KeyBusy)
+            pair.sender_engine.release()
+            with pytest.raises(PayloadLost, match=r"'r_0_1@0_1' was dropped by the sender .* its stream has ended"):
+                await chunks.__anext__()
+        await pair.sender.cleanup("r")
         await pair.assert_whole()
 
 
@@ -443,6 +536,19 @@ async def test_two_tasks_cannot_send_on_one_end() -> None:
         with pytest.raises(Misuse, match="left while another task sends"):
             await send_twice_at_once(pair, nursery)
         nursery.cancel_scope.cancel()
+
+
+async def test_a_stream_that_is_left_while_another_task_sends_is_over_after_what_that_one_sent() -> None:
+    async with open_pair(sender_pool=UNIT) as pair, trio.open_nursery() as nursery:
+        await pair.put("all of it", filled(UNIT))
+        with pytest.raises(Misuse, match="left while another task sends"):
+            await send_twice_at_once(pair, nursery)
+        await pair.get("all of it")
+        async with receiving(pair) as chunks:
+            assert await chunks.__anext__() == "a"
+            with pytest.raises(PayloadLost, match="'r_0_1@0_1' was dropped by the sender"):
+                await chunks.__anext__()
+        await pair.assert_whole()
 
 
 async def test_an_end_that_is_used_after_its_block_says_so() -> None:

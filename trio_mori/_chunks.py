@@ -7,6 +7,7 @@ read of an earlier stream still lies under the same keys.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
@@ -18,13 +19,17 @@ from typing import NoReturn, Protocol
 import attrs
 import trio
 
-from ._errors import Misuse, RemoteProtocolError, StreamFailed, TrioMoriError
+from ._errors import Misuse, PayloadLost, RemoteProtocolError, StreamFailed, TrioMoriError
 from ._protocol.keys import chunk_key, full_key
 
-# How long the terminal chunk of a stream whose block was cancelled may wait for room. It is a few bytes: if there is
-# no room for them in this time, the receivers do not read, and their own deadlines tell them.
+_logger = logging.getLogger("trio_mori.sender")
+
+# How long the terminal chunk of a stream whose block was cancelled or failed may wait for room. It takes one unit of
+# the pool: if that is not there in this time, nobody reads, and the receiver is told without the reason.
 TERMINAL_GRACE = 2.0
 
+# Characters of the reason that a receiver is told. It has to travel in a header of 32 KiB, and into a log line.
+MAX_REASON = 1000
 
 # Numbers of the streams that this process sends, rising. A receiver compares them within one life of the sender.
 _numbers = count()
@@ -77,6 +82,9 @@ class Incoming(Protocol):
 class _Puts(Protocol):
     async def put(self, from_stage: str, to_stage: str, key: str, data: object) -> object: ...
 
+    def _lose(self, from_stage: str, to_stage: str, key: str) -> None:
+        """Let the receiver know that nothing comes under this key."""
+
 
 class _Asks(Protocol):
     def _ask(self, from_stage: str, to_stage: str, key: str, epoch: bytes | None) -> Incoming: ...
@@ -111,18 +119,23 @@ class ChunkSender:
                 key just now. It was not sent; send it again.
             others: as `Connector.put`.
         """
+        self._check_turn()
+        self._is_sending = True
+        try:
+            await self._put(_Mark.CHUNK, chunk)
+            self._sent += 1
+        finally:
+            self._is_sending = False
+            if self._ended:  # its block was left meanwhile, and could not send the end
+                self._lose()
+
+    def _check_turn(self) -> None:
         if self._ended:
             raise Misuse(f"a chunk of {self._request_id!r} was sent after the end of its stream; send within the block")
         if self._is_sending:
             raise Misuse(
                 f"two tasks send chunks of {self._request_id!r} at once, so that they have no order; let one do it"
             )
-        self._is_sending = True
-        try:
-            await self._put(_Mark.CHUNK, chunk)
-        finally:
-            self._is_sending = False
-        self._sent += 1
 
     async def _put(self, mark: _Mark, content: object) -> None:
         key = chunk_key(self._request_id, self._from_stage, self._sent)
@@ -133,19 +146,53 @@ class ChunkSender:
         self._ended = True
         if self._is_sending:
             raise Misuse(f"the stream of {self._request_id!r} was left while another task sends on it; wait for it")
-        if error is None:
-            try:
-                await self._put(_Mark.END, self._sent)
-            except trio.Cancelled:
-                await self._put_shielded(_Mark.END, self._sent)
-                raise
-        else:
-            reason = "cancelled" if isinstance(error, trio.Cancelled) else f"{type(error).__name__}: {error}"
-            await self._put_shielded(_Mark.FAILED, reason)
+        try:
+            if error is None:
+                await self._put_end()
+            else:
+                await self._put_shielded(_Mark.FAILED, _reason(error))
+        except TrioMoriError:
+            self._lose()
+            raise
+
+    async def _put_end(self) -> None:
+        try:
+            await self._put(_Mark.END, self._sent)
+        except trio.Cancelled:
+            await self._put_shielded(_Mark.END, self._sent)
+            raise
 
     async def _put_shielded(self, mark: _Mark, content: object) -> None:
-        with trio.move_on_after(TERMINAL_GRACE, shield=True):
+        with trio.move_on_after(TERMINAL_GRACE, shield=True) as scope:
             await self._put(mark, content)
+        if scope.cancelled_caught:
+            _logger.warning(
+                "the stream of %r ended with no room for its last chunk within %g s (%s): the receiver is told only "
+                "that no more comes; let receivers read, or raise memory_pool_size",
+                self._request_id,
+                TERMINAL_GRACE,
+                content if mark is _Mark.FAILED else "complete",
+            )
+            self._lose()
+
+    def _lose(self) -> None:
+        """The receiver gets `Gone` where the stream ends: that needs no room."""
+        key = chunk_key(self._request_id, self._from_stage, self._sent)
+        self._connector._lose(self._from_stage, self._to_stage, key)
+
+
+def _reason(error: BaseException) -> str:
+    """What a receiver is told of an error, in a length and an alphabet that can travel."""
+    if isinstance(error, trio.Cancelled):
+        return "cancelled"
+    reason = type(error).__name__
+    try:
+        reason = f"{reason}: {error}"
+    except Exception:  # noqa: BLE001 - foreign code: what it raises would come in the place of the error
+        reason = f"{reason} (without a text: its __str__ raises)"
+    if len(reason) > MAX_REASON:
+        reason = reason[:MAX_REASON] + "..."
+    return reason.encode("utf-8", "backslashreplace").decode()
 
 
 @asynccontextmanager
@@ -200,6 +247,8 @@ class ChunkReceiver:
             StopAsyncIteration: after the terminal chunk.
             StreamFailed: the sending stage ended the stream by a failure, or began another one for this request; says
                 which. So does every later call.
+            PayloadLost: a chunk expired or was cleaned up, or the stream ended without room to say how. So does every
+                later call.
             PeerRestarted: the sending process was replaced; what it had not delivered is lost.
             Misuse: after the block, or while another task receives.
             others: as `Connector.get`.
@@ -231,7 +280,11 @@ class ChunkReceiver:
         while True:
             incoming = self._incoming or self._ask()
             self._incoming = None
-            payload = await incoming.receive()
+            try:
+                payload = await incoming.receive()
+            except PayloadLost as lost:  # the sender says so once
+                self._end = partial(type(lost), str(lost), key=lost.key)
+                raise
             self._epoch = incoming.epoch
             chunk = _Wrapped.of(payload)
             if chunk is None:

@@ -299,6 +299,10 @@ class Connector:
         source, _ = self._find_source(key, None)
         return self._receiver.ask(source, full_key(key, from_stage, to_stage), epoch)
 
+    def _lose(self, from_stage: str, to_stage: str, key: str) -> None:
+        if self._port is not None and not self._closed:  # a close tells everybody
+            self._port.lose(full_key(key, from_stage, to_stage))
+
     # --- the rest -----------------------------------------------------------------------------------------
 
     async def cleanup(self, key: str, from_stage: str | None = None, to_stage: str | None = None) -> int:

@@ -169,7 +169,7 @@ class Expired(PayloadLost):
 
 
 class Gone(PayloadLost):
-    """The sender was told to drop the payload (`cleanup`)."""
+    """The sender was told to drop the payload (`cleanup`), or a chunk stream ended without room to say how."""
 
 
 class TransferFailed(TrioMoriError):

@@ -136,6 +136,12 @@ class Port:
         members = self._family.members
         return members[0].sender.cleanup(name, edge) if self._own in members else 0
 
+    def lose(self, key: str) -> None:
+        """See `Sender.lose`."""
+        members = self._family.members
+        if self._own in members:
+            members[0].sender.lose(key)
+
     def _eldest(self) -> Address:
         if self._own.standing is Standing.CLOSING:
             raise ConnectorClosed("the connector was closed before the put had begun")

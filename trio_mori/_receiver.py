@@ -270,7 +270,8 @@ class Receiver:
                 f"{key!r} expired at the sender {endpoint.address}: nobody fetched it in time. {detail}", key=key
             )
         if code == wire.GONE:
-            raise Gone(f"{key!r} was dropped by the sender {endpoint.address}, which cleaned it up", key=key)
+            why = "it was cleaned up, or its stream has ended"
+            raise Gone(f"{key!r} was dropped by the sender {endpoint.address}: {why}", key=key)
         if code == book.TOO_BIG:
             raise TooBig(
                 f"{key!r} can never be received here, and stays at the sender {endpoint.address}: {detail}",

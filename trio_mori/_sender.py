@@ -163,6 +163,11 @@ class Sender:
         self.flush()
         return count
 
+    def lose(self, key: str) -> None:
+        """Let whoever waits for a key, or asks next, know that nothing comes under it. Takes no room."""
+        self.book.lose(key)
+        self.flush()
+
     # --- what the book left to do -------------------------------------------------------------------------
 
     def flush(self) -> None:

@@ -162,6 +162,30 @@ def test_a_payload_that_was_cleaned_up_is_told_once_to_the_next_fetch() -> None:
     assert session.fetches[2].state is Want.WAITING
 
 
+def test_that_nothing_comes_under_a_key_is_told_to_the_first_that_waits_and_takes_no_room() -> None:
+    desk = SenderDesk()
+    first, second = desk.meet(b"A"), desk.meet(b"B")
+    desk.fetch(first, 1)
+    desk.fetch(second, 1)
+    desk.book.lose(KEY)
+    assert codes(desk, first) == [wire.GONE]
+    assert codes(desk, second) == []
+    assert desk.clean
+
+
+def test_that_nothing_comes_under_a_key_any_more_is_told_after_what_is_there() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.put()
+    desk.book.lose(KEY)
+    desk.fetch(session, 1)
+    assert codes(desk, session) == []
+    desk.written()
+    desk.hear(session, wire.Ack([1]))
+    desk.fetch(session, 2)
+    assert codes(desk, session) == [wire.GONE]
+
+
 def test_a_newer_put_takes_the_place_of_the_news_that_the_last_one_expired() -> None:
     desk = SenderDesk()
     session = desk.meet()

@@ -387,9 +387,12 @@ class Outbox:
             self._fail(fetch, reason, "", settled=True)
 
     def _bury(self, key: str, reason: int) -> None:
-        """A payload is gone: tell the first that waits for it, or whoever asks next."""
-        if self.shelf.find(key) is not None:
-            return  # a newer one is there
+        """A payload is gone: let somebody know, unless a newer one is there."""
+        if self.shelf.find(key) is None:
+            self.lose(key, reason)
+
+    def lose(self, key: str, reason: int = wire.GONE) -> None:
+        """Nothing comes under a key, after what is there: tell the first that waits for it, or whoever asks next."""
         self.shelf.bury(key, reason)
         fetch = next((f for f in self._interests.get(key, ()) if f.session.connected), None)
         if fetch is not None:
