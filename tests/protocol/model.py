@@ -70,7 +70,8 @@ def _check_copy(copy: Copy, live: dict[Sender | Receiver, set[Extent]]) -> None:
     assert extent in live[receiver], "the destination of a write was freed"
     if extent in receiver.channel.ghosts.get(copy.sender.epoch, ()):
         return
-    interest = copy.interest
+    assert isinstance(copy.ticket.holder, Fetch)
+    interest = receiver.channel.interests.get(copy.ticket.holder.id)
     assert interest is not None, "a ghost is somebody's"
     assert interest.extent is extent, "the destination of a write is somebody else's"
     assert interest.state in (State.POSTED, State.RETURNING), "a payload is read while it is written"
@@ -226,6 +227,7 @@ def _check_nobody_is_stuck(world: World) -> None:
             offered = other.channel.interests[holder.id]
             assert offered.state is State.OFFERED
             assert not _fits(other, offered.needed) or other.book.hungry > 1, "a payload waits for room that is there"
+            assert not other.book._preposted, "a payload waits for room that is kept for none"
 
 
 def _fits(receiver: Receiver, size: int) -> bool:

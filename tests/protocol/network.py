@@ -107,7 +107,6 @@ class Copy:
     Attributes:
         receiver: Whose memory it goes to; None for a stock receiver's.
         destination: The extent that it was started for; None when nothing is written, or nobody is there any more.
-        interest: That of the destination; None when it was given up as a ghost before the write began.
         stuck: The engine has said that it failed and cannot say whether it ended.
     """
 
@@ -116,7 +115,6 @@ class Copy:
     source: Extent
     receiver: Receiver | None
     destination: Extent | None = None
-    interest: Interest | None = None
     copied: int = 0
     stuck: bool = False
 
@@ -293,7 +291,7 @@ class Sender:
         if isinstance(holder, Fetch):
             copy.receiver = _connection_of(holder.session).receiver
             if copy.receiver.alive and ticket.size:
-                copy.destination, copy.interest = copy.receiver.destination_of(self, holder.id, ticket.destination)
+                copy.destination = copy.receiver.destination_of(self, holder.id, ticket.destination)
                 assert ticket.destination + ticket.size <= copy.destination.end
         self.copies.append(copy)
         if self.world.engine_waits and ticket.size:
@@ -485,6 +483,7 @@ class Receiver:
         self.hello()
 
     def flush(self) -> bool:
+        self.book.find_room()
         self._hear()
         if not self.book.talking:
             return False
@@ -504,15 +503,15 @@ class Receiver:
                     put.told = put.told or put.key == interest.key
         self.book.waking.clear()
 
-    def destination_of(self, sender: Sender, fetch_id: int, offset: int) -> tuple[Extent, Interest | None]:
-        """Which extent a write of a sender goes to, and whose it is."""
+    def destination_of(self, sender: Sender, fetch_id: int, offset: int) -> Extent:
+        """Which extent a write of a sender goes to."""
         extent = self.pool.at(offset)
         assert extent is not None, "a write was started into free memory"
         interest = self.channel.interests.get(fetch_id)
         if interest is not None and interest.extent is extent:
-            return extent, interest
+            return extent
         assert extent in self.channel.ghosts.get(sender.epoch, ()), "a write was started into somebody else's memory"
-        return extent, None
+        return extent
 
     def leave(self) -> None:
         """Close in good order: give everything back, and say farewell if the sender has heard all that was said."""

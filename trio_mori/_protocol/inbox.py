@@ -8,8 +8,10 @@ Pure and synchronous. The shell calls a method for each thing that happened and 
 **What keeps memory safe.** A destination that was named to a sender is given back to the allocator only when that
 sender has said that no write to it is or will be under way (`Done`, a settled `Failed`, `Closed`, a new round, or
 `Leaving`), or when the sender's process is proven dead. A get that gives up changes nothing about that: its
-destination is in *quarantine* until then. A disconnect, silence and a restarted sender prove nothing; what a sender
-of an earlier epoch may still write to is kept under that epoch, until that process is fenced.
+destination is in *quarantine* until then. So is one that was chosen ahead of the data and called back, because a
+payload that is there needs the room: its fetch goes on under another id, without it. A disconnect, silence and a
+restarted sender prove nothing; what a sender of an earlier epoch may still write to is kept under that epoch, until
+that process is fenced.
 
 **What keeps payloads from being lost.** Only `acknowledge` tells the sender that it may forget a payload. Whatever
 else becomes of an interest, it is listed in each heartbeat until the sender has confirmed that it has it back.
@@ -95,6 +97,7 @@ class Inbox:
         self._prepost_limit = prepost_limit
         self._quarantine_limit = quarantine_limit
         self._preposted = 0
+        self._ahead: dict[Interest, None] = {}  # those that hold it, in the order in which they got it
         self._recent: dict[str, _Recent] = {}
         self._hungry: dict[Interest, None] = {}  # offered, and no room yet; first come, first served
         self._leased: dict[Extent, None] = {}
@@ -308,6 +311,7 @@ class Inbox:
 
     def _lose(self, channel: Channel, unsettled: frozenset[int], now: float) -> None:
         assert channel.epoch is not None
+        self.disconnected(channel, now)  # first: nothing is called back from it while its memory is freed
         for interest in list(channel.interests.values()):
             if interest.state not in (State.POSTED, State.OFFERED, State.RETURNING):
                 continue
@@ -316,7 +320,6 @@ class Inbox:
                 interest.extent = None
             self._free_extent(interest)
             self._orphan(interest, PEER_LOST)
-        self.disconnected(channel, now)
         channel.former.add(channel.epoch)
         channel.epoch = None
         self.find_room()
@@ -461,6 +464,7 @@ class Inbox:
             try:
                 interest.extent = self._extents.allocate(interest.needed, INBOUND)
             except NoRoom:
+                self._call_back(interest.needed)
                 return
             except TooBig as error:
                 self._fail(interest, TOO_BIG, str(error))
@@ -477,6 +481,8 @@ class Inbox:
 
     def _prepost(self, interest: Interest) -> None:
         """Choose a destination ahead of the data, if that leaves enough room for data that is there."""
+        if self._hungry:
+            return
         recent = self._recent.get(edge_of(interest.key))
         size = FIRST_CAPACITY if recent is None else recent.largest
         if self._preposted + size > self._prepost_limit:
@@ -487,9 +493,46 @@ class Inbox:
             return
         interest.preposted = interest.extent.size
         self._preposted += interest.preposted
+        self._ahead[interest] = None
+
+    def _call_back(self, size: int) -> None:
+        """Get destinations ahead of the data back, the newest first, for a payload of this size that is there.
+
+        What comes back anyway counts. If the room that they leave does not do, the next look for room calls for more.
+        """
+        missing = size - self._coming_back
+        chosen: list[Interest] = []
+        for interest in reversed(self._ahead):
+            if missing <= 0:
+                break
+            channel = interest.channel
+            # Else nobody would answer; or there would at last be more ids than a heartbeat can list.
+            if channel.up and len(channel.interests) <= wire.MAX_OPEN:
+                chosen.append(interest)
+                missing -= interest.preposted
+        for interest in reversed(chosen):
+            self._ask_anew(interest)
+
+    def _ask_anew(self, interest: Interest) -> None:
+        """Cancel a fetch, and ask for the same without a destination, under another id.
+
+        The sender may be writing to the destination. So it stays with the old id, in quarantine, until the sender has
+        confirmed; and what has arrived there meanwhile goes back, and comes by the new id.
+        """
+        channel = interest.channel
+        old = Interest(channel, interest.key, interest.id, round=interest.round, extent=interest.extent)
+        channel.interests[old.id] = old
+        self._move(old, Cause.GIVE_BACK)
+        self._leave_queues(interest)
+        interest.id, interest.round, interest.extent = channel.next_id, 0, None
+        channel.next_id += 1
+        channel.interests[interest.id] = interest
+        self._say(channel, wire.Cancel([old.id]))
+        self._ask(interest)
 
     def _leave_queues(self, interest: Interest) -> None:
         self._hungry.pop(interest, None)
+        self._ahead.pop(interest, None)
         self._preposted -= interest.preposted
         interest.preposted = 0
 
@@ -556,12 +599,16 @@ class Inbox:
         A sender that lives answers a cancel within a round trip, and what was cancelled a moment ago is no reason to
         refuse anything. Two heartbeats later it is.
         """
-        waiting = sum(
+        return self.quarantined - self._coming_back
+
+    @property
+    def _coming_back(self) -> int:
+        """The other bytes in quarantine."""
+        return sum(
             i.extent.size
             for i in self._returning
             if i.extent is not None and i.channel.up and i.channel.sequence <= i.returned + 1
         )
-        return self.quarantined - waiting
 
     @property
     def quarantined(self) -> int:

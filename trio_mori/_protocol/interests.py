@@ -85,7 +85,7 @@ class Interest:
     """One wish for one key.
 
     Attributes:
-        id: Rises per channel; names it on the wire.
+        id: Rises per channel; names it on the wire. It gets another one when its destination is called back.
         round: Of the destination; see `wire.Fetch`.
         extent: The destination that the sender was told, or where the payload lies.
         preposted: Bytes that it holds of the room for destinations ahead of the data.
