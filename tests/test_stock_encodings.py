@@ -13,7 +13,7 @@ import trio.testing
 from rig import LIMIT, assert_books_agree, assert_free, port_of, sender_config, wait_until
 from stock_peers import StockClient, open_stock_client, restored
 
-from trio_mori import Connector, _stock_reception, open_connector
+from trio_mori import Connector, UnsupportedPayload, _stock_reception, open_connector
 from trio_mori.testing import MemoryFabric
 
 LARGE = {"hidden": torch.arange(1 << 20, dtype=torch.int16), "step": 3}  # 2 MB: above what is copied on the loop
@@ -134,3 +134,21 @@ async def test_a_structure_for_which_there_is_no_room_twice_is_not_found_and_sta
         assert await client.query("k@0_1") is None
         assert not stand.encoder.begun
         assert stand.sender.statistics().held["published"]
+
+
+@pytest.mark.parametrize("data", [LARGE, {"step": 3, "hidden": torch.arange(8)}], ids=["in a thread", "at once"])
+async def test_a_structure_that_turns_out_to_have_no_stock_form_is_not_found_and_hurts_nobody(
+    monkeypatch: pytest.MonkeyPatch, data: object
+) -> None:
+    async with open_stand(monkeypatch) as stand:
+
+        def refuse(header: bytes, source: torch.Tensor) -> bytes:
+            raise UnsupportedPayload("it is too large for msgpack", path="payload")
+
+        monkeypatch.setattr(_stock_reception._stock_payload, "stock_encode", refuse)
+        (client,) = stand.clients
+        await stand.sender.put("0", "1", "k", data)
+        assert await client.query("k@0_1") is None
+        assert await client.query("k@0_1") is None
+        await stand.sender.cleanup("k")
+        await assert_free(stand.sender)

@@ -116,8 +116,7 @@ class StockReception:
                 self._waiting[entry] = [request]
                 self._nursery.start_soon(self._encode_in_thread, entry)
                 return
-            self._encode(entry)
-            self._book.pulls.end_encoding(entry)
+            self._book.pulls.end_encoding(entry, made=self._encode(entry))
         size = None if entry is None else entry.stock_size
         if isinstance(body, wire.StockQuery):
             found = wire.NOT_FOUND if entry is None or size is None else wire.StockFound(entry.key, size, entry.is_raw)
@@ -154,17 +153,22 @@ class StockReception:
         self._book.pulls.begin_encoding(entry, extent, size)
         return True
 
-    def _encode(self, entry: Entry) -> None:
-        """Write the stock form where room was taken for it. In any thread."""
+    def _encode(self, entry: Entry) -> bool:
+        """Write the stock form where room was taken for it. False: there is none. In any thread."""
         assert entry.encoding is not None
-        encoded = _stock_payload.stock_encode(entry.header, self._pool.tensor(entry.extent, entry.size))
+        try:
+            encoded = _stock_payload.stock_encode(entry.header, self._pool.tensor(entry.extent, entry.size))
+        except UnsupportedPayload as error:
+            logger.warning("a stock peer cannot have %r: %s", entry.key, error)
+            return False
         plan = _payload.plan(encoded)
         plan.copy_into(self._pool.tensor(entry.encoding.extent, plan.size))
+        return True
 
     async def _encode_in_thread(self, entry: Entry) -> None:
         with trio.CancelScope(shield=True):  # it reads the pool, and ends by itself
-            await trio.to_thread.run_sync(self._encode, entry)
-        self._book.pulls.end_encoding(entry)
+            made = await trio.to_thread.run_sync(self._encode, entry)
+        self._book.pulls.end_encoding(entry, made=made)
         self._sender.note_progress()
         for request in self._waiting.pop(entry):
             self._consider(request)

@@ -70,10 +70,10 @@ class Pulls:
         entry.encoding = Encoding(extent, size)
         entry.pins += 1
 
-    def end_encoding(self, entry: Entry) -> None:
-        """The stock form is there."""
+    def end_encoding(self, entry: Entry, *, made: bool = True) -> None:
+        """The stock form is there; or it could not be made, and stock receivers can never have the entry."""
         assert entry.encoding is not None
-        entry.encoding.ready = True
+        entry.encoding.ready = made
         entry.pins -= 1
         self._unpinned(entry)
 
