@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Generic, TypeVar, cast
@@ -25,7 +26,7 @@ T = TypeVar("T")
 JOIN_TIMEOUT = 30.0
 
 
-class _Call(Generic[T]):
+class _Call(ABC, Generic[T]):
     """Something that runs in the loop, and whose outcome another thread waits for."""
 
     def __init__(self, portal: Portal, what: str) -> None:
@@ -41,9 +42,9 @@ class _Call(Generic[T]):
 
     # --- in the loop --------------------------------------------------------------------------------------
 
+    @abstractmethod
     def begin(self) -> None:
         """Carry it out, unless it was abandoned."""
-        raise NotImplementedError
 
     def finish(self) -> None:
         """There is an outcome."""

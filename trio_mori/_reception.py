@@ -16,8 +16,7 @@ from ._offers import find_offer, offer_of
 from ._pool import Pool
 from ._protocol import wire
 from ._protocol.entries import Session
-from ._protocol.outbox import Outbox
-from ._stock_reception import StockReception
+from ._stock_reception import SendingSide, StockReception
 from .abc import Arrived, Disconnected, Engine, EnginePeer, Link
 
 logger = logging.getLogger("trio_mori.sender")
@@ -34,18 +33,10 @@ class NativePeer:
     fence: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
 
-class SendingSide(Protocol):
-    """What a reception uses of the sender that it belongs to."""
+class NativeSendingSide(SendingSide, Protocol):
+    """What the native reception uses beside that."""
 
-    book: Outbox
     epoch: bytes
-    closing: bool
-
-    def flush(self) -> None:
-        """Carry out what the book decided."""
-
-    def note_progress(self) -> None:
-        """Something was settled that a closing sender may wait for."""
 
 
 class Reception:
@@ -60,7 +51,7 @@ class Reception:
 
     def __init__(
         self,
-        sender: SendingSide,
+        sender: NativeSendingSide,
         *,
         config: ConnectorConfig,
         engine: Engine,

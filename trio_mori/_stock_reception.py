@@ -42,7 +42,7 @@ class _Request:
 
 
 class SendingSide(Protocol):
-    """What it uses of the sender that it belongs to."""
+    """What a reception, of either dialect, uses of the sender that it belongs to."""
 
     book: Outbox
     closing: bool
