@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import pytest
 import trio
 
-from trio_mori import PeerLost, _unix
-from trio_mori._unix import PACKET, open_unix_dialler, open_unix_listener
+from trio_mori import PeerLost, _unix_transport
+from trio_mori._unix import open_unix_dialler, open_unix_listener
+from trio_mori._unix_transport import PACKET, Listening
 from trio_mori.abc import Arrived, Connected, Disconnected, Link, LinkEvent
 
 pytestmark = pytest.mark.deterministic
@@ -142,14 +143,14 @@ async def test_a_part_of_a_message_without_content_ends_its_connection() -> None
 
 
 async def test_parts_of_a_message_without_an_end_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_unix, "PACKETS", 10)
+    monkeypatch.setattr(_unix_transport, "PACKETS", 10)
     name = new_name()
     async with open_unix_listener(name) as listener:
         with raw_connection(name) as connection:
             for _ in range(25):
                 connection.send(b"\1part")
             transport = listener._transport
-            assert isinstance(transport, _unix._UnixTransport)
+            assert isinstance(transport, Listening)
             taken = []
             while not taken or taken[-1] < 25:
                 assert not transport.settle()
