@@ -24,7 +24,7 @@ LAYERS = (
     ("abc",),
     (
         *("_allowed", "_config", "_endpoint", "_deploy*", "_yaml", "_traffic", "_offers", "_link", "_scope", "_zmq"),
-        *("_unix*", "_pool", "_buffer", "_payload*", "_stock_payload", "_engines", "_lease", "_arrival"),
+        *("_unix*", "_pool", "_buffer", "_payload*", "_stock_payload", "_engines", "_lease", "_arrival", "_gpu"),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),
     ("_upstream", "_reception", "_staging"),

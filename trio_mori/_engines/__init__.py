@@ -29,14 +29,21 @@ def _mori_opener(backend: str) -> _Opener:
     return partial(open_mori, backend)
 
 
+def _cuda_ipc_opener() -> _Opener:
+    from ._cuda_ipc import open_cuda_ipc
+
+    return open_cuda_ipc
+
+
 _ENGINES: dict[str, Callable[[], _Opener]] = {
     "shm": _shm_opener,
+    "cuda_ipc": _cuda_ipc_opener,
     "rdma": partial(_mori_opener, "rdma"),
     "xgmi": partial(_mori_opener, "xgmi"),
 }
 
 # Names that a deployment may carry and that this release cannot serve.
-_ABSENT = ("cuda_ipc", "nixl")
+_ABSENT = ("nixl",)
 
 
 def open_engine(
@@ -48,7 +55,7 @@ def open_engine(
     afterwards. The region's memory stays for as long as somebody holds its tensor or its buffer.
 
     Args:
-        name: ``"shm"``, ``"rdma"`` or ``"xgmi"``.
+        name: ``"shm"``, ``"cuda_ipc"``, ``"rdma"`` or ``"xgmi"``.
         pool_size: Bytes of the region, all of them allocated before the body runs.
         device: Where the region lives, as torch spells it.
         options: What only this engine knows; see `trio_mori._engines._shm` and `_mori`.

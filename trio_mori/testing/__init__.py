@@ -3,6 +3,7 @@
 from ._engine import EngineCall, HeldWrite, MemoryEngine, MemoryFabric
 from ._engine_bench import EngineBench
 from ._engine_checks import ENGINE_CHECKS, check_engine
+from ._gpus import FakeGpus
 from ._link_checks import LINK_CHECKS, LinkNetwork, check_link
 from ._links import MemoryCable, MemoryDialler, MemoryListener, MemoryNetwork, memory_link_pair
 
@@ -11,6 +12,7 @@ __all__ = [
     "LINK_CHECKS",
     "EngineBench",
     "EngineCall",
+    "FakeGpus",
     "HeldWrite",
     "LinkNetwork",
     "MemoryCable",

@@ -1,0 +1,267 @@
+"""The cuda_ipc engine over GPUs made of host memory: its contract, other processes, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import trio
+from rig import EVERY_ENGINE_CHECK, wait_until
+from trio.testing import wait_all_tasks_blocked
+
+from trio_mori import ConfigError, DescriptorRefused, EngineUnavailable, TransferFailed, open_engine
+from trio_mori._engines import _cuda_ipc, _cuda_library
+from trio_mori._engines._cuda_owner import Memory, Owner, decode
+from trio_mori._engines._cuda_peer import CudaPeer
+from trio_mori.abc import Descriptor, Engine, EnginePeer, Write
+from trio_mori.testing import EngineBench, FakeGpus
+from trio_mori.testing._engine_bench import Check, altered_descriptors
+
+deterministic = pytest.mark.deterministic
+
+POOL = 1 << 20
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
+    fakes = FakeGpus()
+    monkeypatch.setattr(_cuda_library, "load", lambda: fakes)
+    return fakes
+
+
+def target_of(peer: EnginePeer) -> torch.Tensor:
+    """The pool of a peer in this process."""
+    assert isinstance(peer, CudaPeer)
+    return _cuda_ipc._live[peer.owner.nonce].region.tensor
+
+
+@pytest.mark.parametrize("check", EVERY_ENGINE_CHECK)
+async def test_it_keeps_the_contract(check: Check, gpus: FakeGpus) -> None:
+    def hold(engine: Engine, peer: EnginePeer) -> None:
+        gpus.hold(target_of(peer))
+
+    with trio.fail_after(30):
+        await check(
+            EngineBench(
+                lambda size: open_engine("cuda_ipc", pool_size=size, device="cuda:1"),
+                hold=hold,
+                release=lambda engine: gpus.release(),
+                closing_fences=True,
+            )
+        )
+
+
+@contextmanager
+def owner_process(**environment: str) -> Iterator[tuple[subprocess.Popen[str], Descriptor]]:
+    """Another process that owns a pool, and its descriptor."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("gpu_owner.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env={**os.environ, **environment},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            engine, memory = map(bytes.fromhex, process.stdout.readline().split())
+            yield process, Descriptor(engine, memory)
+        finally:
+            process.kill()
+
+
+def ask(process: subprocess.Popen[str], offset: int) -> int:
+    """The byte at this offset of the process's pool."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{offset}\n")
+    return int(process.stdout.readline())
+
+
+def mapped_pools() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("trio-mori-fake-gpu")
+
+
+async def test_a_peer_is_mapped_once_by_its_first_write_and_until_it_is_dropped(gpus: FakeGpus) -> None:
+    with owner_process() as (process, descriptor), trio.fail_after(20):
+        async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
+            engine.region.tensor.fill_(42)
+            before = mapped_pools()
+            peer = engine.add_peer(descriptor)
+            assert gpus.mapped == 0
+            async with trio.open_nursery() as nursery:
+                for number in range(8):
+                    nursery.start_soon(engine.write, peer, Write(0, 1000 * number, 500))
+            assert gpus.mapped == 1
+            assert mapped_pools() == before + 1
+            assert [ask(process, at) for at in (0, 499, 500, 7499, 7500)] == [42, 42, 0, 42, 0]
+            engine.drop_peer(peer)
+            await wait_until(lambda: mapped_pools() == before)
+
+
+async def test_a_killed_process_is_fenced_and_the_next_one_is_written_to(gpus: FakeGpus) -> None:
+    with trio.fail_after(20):
+        async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
+            engine.region.tensor.fill_(3)
+            with owner_process() as (process, descriptor):
+                peer = engine.add_peer(descriptor)
+                await engine.write(peer, Write(0, 0, POOL))
+                process.kill()
+                await engine.wait_fenced(peer)
+                with pytest.raises(TransferFailed, match="its process has exited"):
+                    await engine.write(peer, Write(0, 0, POOL))
+            engine.drop_peer(peer)
+            with pytest.raises(DescriptorRefused, match="has exited"):
+                engine.add_peer(descriptor)
+            with owner_process() as (process, descriptor):
+                await engine.write(engine.add_peer(descriptor), Write(0, 0, POOL))
+                assert ask(process, POOL - 1) == 3
+
+
+async def test_a_descriptor_with_any_bit_altered_leads_to_no_byte_anywhere(gpus: FakeGpus) -> None:
+    with owner_process() as (process, descriptor), trio.fail_after(20):
+        async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
+            engine.region.tensor.fill_(9)
+            taken = 0
+            for forged in altered_descriptors(descriptor):
+                try:
+                    peer = engine.add_peer(forged)
+                except DescriptorRefused:
+                    continue
+                taken += 1
+                with pytest.raises(TransferFailed, match=r"another label|no access"):
+                    await engine.write(peer, Write(0, 0, 1))
+                engine.drop_peer(peer)
+            assert taken  # else the label was never looked at
+            assert ask(process, 0) == 0
+            await engine.write(engine.add_peer(descriptor), Write(0, 0, 1))
+            assert ask(process, 0) == 9
+
+
+async def test_gpus_without_access_are_named_with_the_remedy(gpus: FakeGpus) -> None:
+    gpus.access = False
+    with owner_process(DEVICE="cuda:1") as (_, descriptor), trio.fail_after(20):
+        async with open_engine("cuda_ipc", pool_size=POOL, device="cuda:0") as engine:
+            peer = engine.add_peer(descriptor)
+            with pytest.raises(TransferFailed, match=r"Fake GPU cuda:0.*Fake GPU cuda:1.*fallback: host") as caught:
+                await engine.write(peer, Write(0, 0, 1))
+            assert caught.value.settled
+
+
+@deterministic
+async def test_small_writes_overtake_a_large_one_to_the_same_peer(gpus: FakeGpus) -> None:
+    async with (
+        open_engine("cuda_ipc", pool_size=POOL, device="cuda") as one,
+        open_engine("cuda_ipc", pool_size=POOL, device="cuda") as other,
+        trio.open_nursery() as nursery,
+    ):
+        peer = one.add_peer(other.descriptor)
+        gpus.hold(other.region.tensor)
+        for _ in range(9):
+            nursery.start_soon(one.write, peer, Write(0, 0, POOL))
+        await wait_all_tasks_blocked()
+        assert isinstance(peer, CudaPeer)
+        assert sorted(track.copies for track in peer.tracks) == [2, 2, 2, 3]
+        gpus.release()
+
+
+@deterministic
+async def test_a_gpu_that_fails_leaves_it_open_whether_bytes_move(gpus: FakeGpus) -> None:
+    async with (
+        open_engine("cuda_ipc", pool_size=POOL, device="cuda") as one,
+        open_engine("cuda_ipc", pool_size=POOL, device="cuda") as other,
+    ):
+        gpus.broken = True
+        with pytest.raises(TransferFailed, match="illegal memory access") as caught:
+            await one.write(one.add_peer(other.descriptor), Write(0, 0, 1))
+        assert not caught.value.settled
+
+
+@deterministic
+async def test_an_abandoned_copy_is_no_fence_when_its_engine_closes(gpus: FakeGpus) -> None:
+    async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as owner, trio.open_nursery() as nursery:
+        async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as writer:
+            seen = owner.add_peer(writer.descriptor)
+            gpus.hold(owner.region.tensor)
+
+            async def write() -> None:
+                with pytest.raises(TransferFailed, match="abandoned"):
+                    await writer.write(writer.add_peer(owner.descriptor), Write(0, 0, POOL))
+
+            nursery.start_soon(write)
+            await wait_all_tasks_blocked()
+            writer.abandon()
+        with trio.move_on_after(0.05) as scope:
+            await owner.wait_fenced(seen)
+        assert scope.cancelled_caught
+        gpus.release()
+
+
+@deterministic
+async def test_peers_of_another_machine_or_without_a_fence_are_told_apart(
+    gpus: FakeGpus, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
+        owner, memory = decode(engine.descriptor)
+
+        def described(owner: Owner, memory: Memory) -> Descriptor:
+            return Descriptor(msgspec.msgpack.encode(owner), msgspec.msgpack.encode(memory))
+
+        with pytest.raises(DescriptorRefused, match=r"another machine.*rdma"):
+            engine.add_peer(described(msgspec.structs.replace(owner, boot=bytes(16)), memory))
+        expandable = msgspec.structs.replace(memory, handle=b"\2e" + memory.handle[2:])
+        with pytest.raises(DescriptorRefused, match="expandable"):
+            engine.add_peer(described(owner, expandable))
+        peer = engine.add_peer(described(msgspec.structs.replace(owner, namespace=1), memory))
+        assert "--pid=host" in caplog.text
+        with trio.move_on_after(0.01) as scope:
+            await engine.wait_fenced(peer)
+        assert scope.cancelled_caught
+
+
+@deterministic
+async def test_opening_and_closing_leaves_no_descriptor_open(gpus: FakeGpus) -> None:
+    async def once() -> None:
+        async with (
+            open_engine("cuda_ipc", pool_size=POOL, device="cuda") as one,
+            open_engine("cuda_ipc", pool_size=POOL, device="cuda") as other,
+        ):
+            await one.write(one.add_peer(other.descriptor), Write(0, 0, POOL))
+
+    await once()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(4):
+        await once()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@deterministic
+async def test_wrong_devices_sizes_and_options_are_refused_by_name(gpus: FakeGpus) -> None:
+    for arguments, error, named in (
+        ({"pool_size": POOL, "device": "cpu"}, ConfigError, "memory_pool_device"),
+        ({"pool_size": 0, "device": "cuda"}, ConfigError, "memory_pool_size"),
+        ({"pool_size": POOL, "device": "cuda", "options": {"speed": 1}}, ConfigError, "speed"),
+        ({"pool_size": POOL, "device": "cuda:7"}, EngineUnavailable, "cuda:7"),
+    ):
+        with pytest.raises(error, match=named):
+            async with open_engine("cuda_ipc", **arguments):  # type: ignore[arg-type]
+                pass
+
+
+@deterministic
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
+async def test_without_a_gpu_it_says_what_is_missing() -> None:
+    with pytest.raises(EngineUnavailable, match=r"torch .* sees none.*nvidia-smi"):
+        async with open_engine("cuda_ipc", pool_size=POOL, device="cuda"):
+            pass
