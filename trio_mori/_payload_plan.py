@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -98,27 +99,49 @@ class Plan:
 def plan(data: object) -> Plan:
     """Find out how a payload lies in the pool; tensor contents are not read yet.
 
-    A contiguous tensor takes 3 us, a dict of two 8 us, a list of 10,000 token ids 0.3 ms.
+    A contiguous tensor takes 2 us, a dict of two 8 us, a list of 10,000 token ids 0.3 ms.
 
     Raises:
         UnsupportedPayload: something in it cannot arrive bit for bit, or it is empty; names it by its path.
     """
-    planner = _Planner()
     try:
-        is_raw = isinstance(data, torch.Tensor) or type(data) is bytes
-        skeleton = planner.raw(data) if is_raw else planner.describe(data, 0)
+        return _plan_tensor(data) if isinstance(data, torch.Tensor) else _plan_other(data)
     except Refused as refusal:
         raise refusal.unsupported() from None
+
+
+def _plan_tensor(tensor: torch.Tensor) -> Plan:
+    name, nbytes = _dtype_name(tensor), tensor.nbytes
+    if not nbytes:
+        raise _empty(f"{tensor.dtype} tensor")
+    header = _tensor_header(name, tensor.shape)
+    return Plan(nbytes, header, header, True, [_tensor_leaf(tensor, 0, nbytes)])
+
+
+# Most payloads of an edge have the same few shapes, and encoding a header takes as long as all the rest of the plan.
+@lru_cache(maxsize=256)
+def _tensor_header(name: str, shape: torch.Size) -> bytes:
+    return encode_header((), [TENSOR, name, list(shape), 0])
+
+
+def _plan_other(data: object) -> Plan:
+    planner = _Planner()
+    is_raw = type(data) is bytes
+    skeleton = planner.bytes_like(data) if is_raw else planner.describe(data, 0)
     if is_raw and not planner.size:
-        raise UnsupportedPayload(
-            f"payload is empty ({_kind(data)} of 0 bytes): there is nothing to transfer; send it inside a structure",
-            path="payload",
-        )
+        raise _empty("bytes")
     header = whole = encode_header(planner.classes, skeleton)
     if len(whole) > INLINE_HEADER:
         _check_items(whole)
         header = encode_spilled(planner.add(BYTES, whole, len(whole)), len(whole))
     return Plan(planner.size, header, whole, is_raw, planner.leaves)
+
+
+def _empty(kind: str) -> UnsupportedPayload:
+    return UnsupportedPayload(
+        f"payload is empty ({kind} of 0 bytes): there is nothing to transfer; send it inside a structure",
+        path="payload",
+    )
 
 
 def _check_items(header: bytes) -> None:
@@ -147,16 +170,10 @@ class _Planner:
         """Give a leaf its place; returns the offset."""
         offset = -(-self.size // ALIGNMENT) * ALIGNMENT
         if nbytes:
-            stream = torch.cuda.current_stream(source.device) if tag == TENSOR and source.is_cuda else None
-            self.leaves.append(Leaf(tag, offset, nbytes, source, stream))
+            leaf = _tensor_leaf(source, offset, nbytes) if tag == TENSOR else Leaf(tag, offset, nbytes, source)
+            self.leaves.append(leaf)
             self.size = offset + nbytes
         return offset
-
-    def raw(self, data: object) -> object:
-        """The skeleton of a payload that is one tensor or bytes."""
-        if isinstance(data, torch.Tensor):
-            return self.tensor(data)
-        return self._bytes_like(data)
 
     def describe(self, value: object, depth: int) -> object:
         """The skeleton of a value."""
@@ -181,27 +198,11 @@ class _Planner:
 
     def tensor(self, value: torch.Tensor) -> list[object]:
         """A tensor. A Parameter arrives as a plain one, without gradient."""
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise Refused(
-                f"is a {type(value).__name__}, a subclass of tensor that would arrive as a plain one: convert it"
-            )
-        if value.layout != torch.strided or value.is_nested:
-            raise Refused(f"is a tensor of layout {value.layout}, which has no single block of bytes: use .to_dense()")
-        name = DTYPE_NAMES.get(value.dtype)
-        if name is None or value.is_quantized:
-            raise Refused(
-                f"is a tensor of dtype {value.dtype}, which cannot travel bit for bit: dequantize or convert it"
-            )
-        if not (value.is_cpu or value.is_cuda):
-            raise Refused(f"is a tensor on {value.device}, where no engine reads: move it to cpu or cuda")
-        if value.dim() > MAX_DIMS:
-            raise Refused(f"is a tensor of {value.dim()} dimensions, more than {MAX_DIMS}: reshape it")
-        shape = list(value.shape)
-        # A tensor object of its own: the caller's may be given another shape or storage while `put` waits for room.
-        offset = self.add(TENSOR, value.detach(), value.numel() * value.itemsize)
-        return [TENSOR, name, shape, offset]
+        name = _dtype_name(value)
+        return [TENSOR, name, list(value.shape), self.add(TENSOR, value, value.nbytes)]
 
-    def _bytes_like(self, value: Any) -> list[object]:
+    def bytes_like(self, value: Any) -> list[object]:
+        """Bytes, a bytearray or a memoryview, in the pool."""
         tag = _BYTES_LIKE[type(value)]
         try:
             # A view of its own, which stays when the caller releases theirs.
@@ -212,10 +213,10 @@ class _Planner:
         return [tag, self.add(tag, value, size), size]
 
     def bytes(self, value: bytes, depth: int) -> object:
-        return value if len(value) <= SHORT_BYTES else self._bytes_like(value)
+        return value if len(value) <= SHORT_BYTES else self.bytes_like(value)
 
     def buffer(self, value: bytearray | memoryview, depth: int) -> object:
-        return self._bytes_like(value)
+        return self.bytes_like(value)
 
     def sequence(self, tag: int, values: Any, depth: int) -> list[object]:
         # Token ids and scores are not looked at one by one: 30 ns each instead of 150.
@@ -317,6 +318,30 @@ class _Planner:
         return result
 
 
+def _dtype_name(tensor: torch.Tensor) -> str:
+    """How the dtype of a tensor that can travel is called in headers."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise Refused(
+            f"is a {type(tensor).__name__}, a subclass of tensor that would arrive as a plain one: convert it"
+        )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise Refused(f"is a tensor of layout {tensor.layout}, which has no single block of bytes: use .to_dense()")
+    name = DTYPE_NAMES.get(tensor.dtype)
+    if name is None:
+        raise Refused(f"is a tensor of dtype {tensor.dtype}, which cannot travel bit for bit: dequantize or convert it")
+    if not (tensor.is_cpu or tensor.is_cuda):
+        raise Refused(f"is a tensor on {tensor.device}, where no engine reads: move it to cpu or cuda")
+    if tensor.dim() > MAX_DIMS:
+        raise Refused(f"is a tensor of {tensor.dim()} dimensions, more than {MAX_DIMS}: reshape it")
+    return name
+
+
+def _tensor_leaf(tensor: torch.Tensor, offset: int, nbytes: int) -> Leaf:
+    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    # A tensor object of its own: the caller's may be given another shape or storage while `put` waits for room.
+    return Leaf(TENSOR, offset, nbytes, tensor.detach(), stream)
+
+
 def _text(value: str) -> str:
     if not value.isascii():
         try:
@@ -341,10 +366,6 @@ def _integer(value: int) -> object:
     if _INT_MIN <= value <= _INT_MAX:
         return value
     return [BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)]
-
-
-def _kind(data: object) -> str:
-    return f"{data.dtype} tensor" if isinstance(data, torch.Tensor) else type(data).__name__
 
 
 def _itself(value: Any) -> object:
