@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from .._errors import KeyRefused
 from .wire import MAX_KEY
-
-_CHUNK = re.compile(
-    r"(?P<request>.+)_(?P<stage>[^_@]+)_(?P<number>\d+)@(?P<source>[^@]*)_(?P<target>[^_@]*)", re.DOTALL
-)
 
 
 def full_key(key: str, from_stage: str, to_stage: str) -> str:
@@ -49,10 +43,11 @@ def chunk_owner(key: str) -> str | None:
     The stage inside the key must be the edge's first stage; so ``req-1_extra_0_0@0_1`` belongs to ``req-1_extra``
     and to no ``req-1``.
     """
-    match = _CHUNK.fullmatch(key)
-    if match is None or match["stage"] != match["source"]:
-        return None
-    return match["request"]
+    base, _, edge = key.rpartition("@")
+    head, _, number = base.rpartition("_")
+    request, _, stage = head.rpartition("_")
+    source = edge.rpartition("_")[0]
+    return request if request and stage and stage == source and number.isdecimal() else None
 
 
 def names_of(key: str) -> tuple[str, ...]:
