@@ -210,11 +210,11 @@ async def test_a_send_does_not_take_the_wake_up_of_a_message_that_comes_meanwhil
 async def test_a_link_that_does_not_look_after_it_sent_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     flush = QueuedLink._flush
 
-    def flush_and_not_look(link: QueuedLink) -> None:
+    def flush_and_not_look(link: QueuedLink, now: float) -> None:
         with monkeypatch.context() as patch:
             if link._transport is not None:
                 patch.setattr(link._transport, "settle", lambda: False)
-            flush(link)
+            flush(link, now)
 
     monkeypatch.setattr(QueuedLink, "_flush", flush_and_not_look)
     with pytest.raises(LostWakeup):

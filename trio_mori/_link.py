@@ -108,8 +108,8 @@ class QueuedLink(Link):
     def send(self, frames: Message, route: bytes = b"", *, urgent: bool = True) -> None:
         self._check_open()
         self._outbox.append((frames, route))
-        if urgent and trio.current_time() - self._flushed_at > QUIET:
-            self._flush()
+        if urgent and (now := trio.current_time()) - self._flushed_at > QUIET:
+            self._flush(now)
         elif len(self._outbox) == 1:
             self._flusher.unpark()
 
@@ -147,12 +147,12 @@ class QueuedLink(Link):
         task_status.started()
         while True:
             await self._flusher.park()
-            self._flush()
+            self._flush(trio.current_time())
 
     def close(self) -> None:
         """Send what is queued and end `receive`. The transport is closed afterwards, by whoever opened it."""
         try:
-            self._flush()
+            self._flush(trio.current_time())
         finally:
             self._closed = True
             self._wake()
@@ -161,8 +161,8 @@ class QueuedLink(Link):
         if self._closed:
             raise ConnectorClosed(f"the link {self.address} is closed")
 
-    def _flush(self) -> None:
-        self._flushed_at = trio.current_time()
+    def _flush(self, now: float) -> None:
+        self._flushed_at = now
         while self._outbox:
             message, route = self._outbox.popleft()
             # Called even if it then cannot be sent: its owner takes the call as the sign that it may queue the next.

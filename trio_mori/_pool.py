@@ -226,7 +226,7 @@ class Pool:
         return waiter.granted
 
     def _serve(self) -> None:
-        while any(self._grant_first(queue) for queue in self._queues.values()):
+        while any(map(self._grant_first, self._queues.values())):
             pass
         if self.on_room is not None:
             self.on_room()

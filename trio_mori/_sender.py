@@ -174,9 +174,10 @@ class Sender:
         """Carry out what the book decided: start writes, send messages, set the alarm."""
         book = self.book
         while book.starting:
+            now = trio.current_time()
             starting, book.starting = book.starting, []
             for ticket in starting:
-                self._start(ticket)
+                self._start(ticket, now)
         if book.pulls.answers:
             answers, book.pulls.answers = book.pulls.answers, []
             for caller, answer in answers:
@@ -209,22 +210,21 @@ class Sender:
 
         receiver.link.send(compose, receiver.route)
 
-    def _start(self, ticket: Ticket) -> None:
-        now = trio.current_time()
+    def _start(self, ticket: Ticket, now: float) -> None:
         holder = ticket.holder
         handle = holder.session.handle if isinstance(holder, Fetch) else holder.handle
         assert isinstance(handle, NativePeer | StockPeer)
         if isinstance(handle, StockPeer) and now - handle.asked_at > self._config.stock_pull_limit:
             # The stock receiver frees its destination after 30 s: too late to begin.
-            self._ended(ticket, TransferFailed("the pull is too old to be begun"))
+            self._ended(ticket, now, TransferFailed("the pull is too old to be begun"))
             return
         write = Write(ticket.source, ticket.destination, ticket.size)
         try:
             if not ticket.size or self._engine.write_nowait(handle.peer, write):
-                self._ended(ticket, None)
+                self._ended(ticket, now, None)
                 return
         except TransferFailed as error:
-            self._ended(ticket, error)
+            self._ended(ticket, now, error)
             return
         self.book.watch(ticket, now)
         self._nursery.start_soon(self._write, handle.peer, write, ticket)
@@ -236,13 +236,13 @@ class Sender:
                 await self._engine.write(peer, write)
             except TransferFailed as error:
                 failure = error
-        self._ended(ticket, failure)
+        self._ended(ticket, trio.current_time(), failure)
         self.flush()
 
-    def _ended(self, ticket: Ticket, error: TransferFailed | None) -> None:
+    def _ended(self, ticket: Ticket, now: float, error: TransferFailed | None) -> None:
         if error is not None:
             logger.warning("write of %d bytes of %r failed: %s", ticket.size, ticket.entry.key, error)
-        self.book.write_ended(ticket, trio.current_time(), error)
+        self.book.write_ended(ticket, now, error)
         self.note_progress()
         if isinstance(ticket.holder, Fetch) and self.book.has_left(ticket.holder.session):
             self.reception.drop_receiver(ticket.holder.session)

@@ -30,7 +30,9 @@ PACKETS = 256
 
 _LAST, _MORE = b"\0", b"\1"
 _UCRED = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
-_LENGTH = struct.Struct("<I")
+
+# What a message begins with, by its number of frames: that number, and their lengths.
+_HEADS = tuple(struct.Struct(f"<B{count}I") for count in range(256))
 
 
 @attrs.define(eq=False)
@@ -298,19 +300,19 @@ def _close(connection: socket.socket) -> None:
 
 
 def _pack(frames: Sequence[bytes]) -> bytes:
-    lengths = [_LENGTH.pack(len(frame)) for frame in frames]
-    return b"".join((bytes((len(frames),)), *lengths, *frames))
+    count = len(frames)
+    return b"".join((_HEADS[count].pack(count, *map(len, frames)), *frames))
 
 
 def _unpack(message: bytes, max_frames: int) -> list[bytes] | None:
     """The frames of a message; None if there are too many, or if they are not what the message says."""
     count = message[0] if message else 0
-    at = 1 + count * _LENGTH.size
+    head = _HEADS[count]
+    at = head.size
     if not 0 < count <= max_frames or len(message) < at:
         return None
     frames = []
-    for index in range(count):
-        (length,) = _LENGTH.unpack_from(message, 1 + index * _LENGTH.size)
+    for length in head.unpack_from(message)[1:]:
         frames.append(message[at : at + length])
         at += length
     return frames if at == len(message) else None

@@ -159,11 +159,12 @@ class Upstream:
 
     def compose_later(self) -> None:
         """Have everything that is said until this tick ends leave as one message."""
-        if self._composing or self._link is None:
+        link = self._link
+        if self._composing or link is None:
             return
         self._composing = True
         # Nobody waits for an acknowledgement, but who has just been given a payload does for the call that sends it.
-        self._link.send(self._compose, urgent=not all(isinstance(m, wire.Ack) for m in self.channel.outgoing))
+        link.send(self._compose, urgent=set(map(type, self.channel.outgoing)) != {wire.Ack})
 
     def _compose(self) -> list[bytes] | None:
         self._composing = False
@@ -250,7 +251,7 @@ class Upstream:
                 self._on_stock_answer(event)
                 return
             body = wire.decode_from_sender(event.frames)
-            self._last_heard = trio.current_time()
+            self._last_heard = now = trio.current_time()
             if isinstance(body, wire.VersionRange):
                 self._refuse(self._other_version(body))
             elif body.session != channel.token or body.generation != channel.generation:
@@ -262,13 +263,13 @@ class Upstream:
             elif isinstance(body, wire.Stale):
                 self._say_hello(channel.generation + 1)
             elif body.epoch == channel.epoch:
-                self._on_replies(body)
+                self._on_replies(body, now)
         except RemoteProtocolError as error:
             self.malformed += 1
             logger.warning("from %s: %s", self.endpoint.address, error)
 
-    def _on_replies(self, body: wire.Replies) -> None:
-        now, channel = trio.current_time(), self.channel
+    def _on_replies(self, body: wire.Replies, now: float) -> None:
+        channel = self.channel
         for message in body.messages:
             if isinstance(message, wire.Leaving):
                 logger.info("sender %s closed", self.endpoint.address)

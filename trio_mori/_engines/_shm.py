@@ -215,7 +215,7 @@ class ShmEngine(Engine):
             raise TransferFailed(f"write to {peer.identity} refused: our engine is {self._state.value}")
         if not isinstance(peer, ShmPeer) or not self._knows(peer):
             raise TransferFailed(f"write to {peer.identity} refused: it is not a peer of this engine, or was dropped")
-        check_bounds(write, self._region.size, peer)
+        check_bounds(write, len(self._pool), peer)
         if peer.is_fenced():
             raise TransferFailed(f"write to {peer.identity} refused: its process has exited, or its engine was closed")
         return peer

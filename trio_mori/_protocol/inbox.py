@@ -401,9 +401,10 @@ class Inbox:
         interest.size, interest.header, interest.epoch = message.size, message.header, channel.epoch
         self.counters.arrived += 1
         self.counters.preposted_hits += interest.round == 0 and capacity > 0
-        recent = self._recent.get(edge_of(interest.key))
+        edge = edge_of(interest.key)
+        recent = self._recent.get(edge)
         if recent is None:
-            recent = self._recent[edge_of(interest.key)] = _Recent()
+            recent = self._recent[edge] = _Recent()
         recent.add(message.size)
         self.waking.append(interest)
 
