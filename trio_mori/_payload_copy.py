@@ -87,8 +87,7 @@ def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
             return False
     for leaf in leaves:
         if leaf.tag == TENSOR:
-            _check_memory(leaf)
-            memmove(address + leaf.offset, leaf.source.data_ptr(), leaf.nbytes)
+            memmove(address + leaf.offset, _check_memory(leaf), leaf.nbytes)
         else:
             _TO_HOST[leaf.tag](leaf, address + leaf.offset)
     return True
@@ -119,9 +118,9 @@ def _copy_to_host(leaf: Leaf, base: int, target: torch.Tensor) -> None:
     if leaf.tag != TENSOR:
         _TO_HOST[leaf.tag](leaf, base + leaf.offset)
         return
-    _check_memory(leaf)
+    start = _check_memory(leaf)
     if _is_plain(leaf.source):
-        memmove(base + leaf.offset, leaf.source.data_ptr(), leaf.nbytes)
+        memmove(base + leaf.offset, start, leaf.nbytes)
     else:
         _copy_strided(*_same_bits(leaf, target))
 
@@ -142,20 +141,23 @@ def _copy_strided(source: torch.Tensor, place: torch.Tensor) -> None:
     _copy_strided(source.narrow(dim, half, rest), place.narrow(dim, half, rest))
 
 
-def _check_memory(leaf: Leaf) -> None:
-    """Storage can be freed under a tensor (`untyped_storage().resize_`), which no copy survives."""
-    source = leaf.source
+def _check_memory(leaf: Leaf) -> int:
+    """Where a tensor begins. Storage can be freed under it (`untyped_storage().resize_`), which no copy survives."""
+    source: torch.Tensor = leaf.source
+    end = source.storage_offset() * source.itemsize
     if source.is_contiguous():
-        extent = source.numel()
+        end += leaf.nbytes
     else:
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
-    end = (source.storage_offset() + extent) * source.dtype.itemsize
-    if source.data_ptr() == 0 or source.untyped_storage().nbytes() < end:
+        last = sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+        end += (1 + last) * source.itemsize
+    start = source.data_ptr()
+    if start == 0 or source.untyped_storage().nbytes() < end:
         raise UnsupportedPayload(
             f"a {source.dtype} tensor of shape {tuple(source.shape)} lost its memory before it was copied: keep its "
             "storage until `put` has returned",
             path="payload",
         )
+    return start
 
 
 def _copy_bytes(leaf: Leaf, address: int) -> None:

@@ -89,7 +89,7 @@ class Port:
             try:
                 if eldest.standing is not Standing.HELD:
                     await self._wait(eldest)
-                elif eldest is self._own:
+                elif eldest is self._opened:
                     return await eldest.sender.put(key, data)
                 else:
                     return await self._borrow(eldest.sender, key, data)

@@ -143,12 +143,9 @@ class Sender:
         if self.closing:
             self.unstage(entry)
             raise ConnectorClosed(f"the connector was closed during the put of {entry.key!r}")
-        try:
-            self.book.publish(entry, header=plan.header, size=plan.size, is_raw=plan.is_raw, now=trio.current_time())
-        finally:
-            self.note_progress()
-        self.traffic.count(edge_of(entry.key), plan.size)
+        self.book.publish(entry, header=plan.header, size=plan.size, is_raw=plan.is_raw, now=trio.current_time())
         self.flush()
+        self.traffic.count(edge_of(entry.key), plan.size)
         return Receipt(plan.size, plan.is_raw, plan.whole_header, self.endpoint)
 
     def unstage(self, entry: Entry) -> None:

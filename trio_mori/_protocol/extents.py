@@ -121,17 +121,8 @@ class Extents:
         Raises:
             TooBig: it can never fit.
         """
-        limit = self.limit(share)
-        if self._round(size) <= limit:
-            return
-        kept = self._size - limit
-        guarded = f", since {format_size(kept)} are guaranteed to {_OTHER[share]} ones" if kept else ""
-        raise TooBig(
-            f"{format_size(size)} can never fit: an {share} payload may have at most {format_size(limit)} in a pool "
-            f"of {format_size(self._size)}{guarded}. Raise memory_pool_size, or send it in pieces",
-            size=size,
-            limit=limit,
-        )
+        if self._round(size) > self.limit(share):
+            raise self._too_big(size, share)
 
     def allocate(self, size: int, share: str) -> Extent:
         """Take an extent of at least `size` bytes (at least one unit) out of the free blocks.
@@ -142,8 +133,9 @@ class Extents:
             TooBig: it can never fit.
             NoRoom: not now.
         """
-        self.check_limit(size, share)
         rounded = self._round(size)
+        if rounded > self.limit(share):
+            raise self._too_big(size, share)
         if rounded > self._free - self._unmet(_OTHER[share]):
             raise self._no_room(size, share)
         # irange, not bisect and index: the latter would rebuild the list's positional index after every change.
@@ -234,6 +226,17 @@ class Extents:
     def _unmet(self, share: str) -> int:
         """What a share has not yet taken of its guarantee; that much is kept free from the other one."""
         return max(0, self._guarantees[share] - self._used[share])
+
+    def _too_big(self, size: int, share: str) -> TooBig:
+        limit = self.limit(share)
+        kept = self._size - limit
+        guarded = f", since {format_size(kept)} are guaranteed to {_OTHER[share]} ones" if kept else ""
+        return TooBig(
+            f"{format_size(size)} can never fit: an {share} payload may have at most {format_size(limit)} in a pool "
+            f"of {format_size(self._size)}{guarded}. Raise memory_pool_size, or send it in pieces",
+            size=size,
+            limit=limit,
+        )
 
     def _no_room(self, size: int, share: str) -> NoRoom:
         return NoRoom(

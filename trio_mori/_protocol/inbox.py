@@ -167,7 +167,7 @@ class Inbox:
     def acknowledge(self, interest: Interest) -> Extent | None:
         """The caller has it: the sender may forget it. Its memory is the caller's until `release`."""
         self._move(interest, Cause.ACKNOWLEDGE)
-        self._forget(interest)
+        del interest.channel.interests[interest.id]
         self.counters.acknowledged += 1
         if interest.channel.epoch is not None:
             self._say(interest.channel, wire.Ack([interest.id]))

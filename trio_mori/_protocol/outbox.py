@@ -403,8 +403,10 @@ class Outbox:
         queue = self._interests.get(entry.key)
         if queue is None or entry.phase is not Phase.PUBLISHED or self._closing:
             return
-        fetch = next((f for f in queue if f.session.connected), None)
-        if fetch is None:
+        for fetch in queue:
+            if fetch.session.connected:
+                break
+        else:
             return
         self._leave_queue(fetch)
         entry.phase = step(ENTRY_TABLE, entry.phase, Event.CLAIM)
