@@ -175,11 +175,17 @@ class Choice:
 
 @attrs.frozen
 class Device:
-    """Where a pool lives: ``cpu``, ``cuda`` or ``cuda:N``."""
+    """Where tensors live: ``cpu``, ``cuda`` or ``cuda:N``, or one of a few words."""
 
-    allowed: str = attrs.field(default="cpu, cuda or cuda:N", init=False)
+    also: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> str:
+        return "".join(f"{word}, " for word in self.also) + "cpu, cuda or cuda:N"
 
     def __call__(self, value: object) -> str:
+        if isinstance(value, str) and value.lower() in self.also:
+            return value.lower()
         if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]{0,2}))?", value.lower()):
             raise NotAllowed("ROCm devices are named cuda too" if value in ("hip", "rocm", "gpu") else "")
         return value.lower()

@@ -127,6 +127,11 @@ class ConnectorConfig:
         "Bytes of the one block of memory through which everything passes.",
     )
     memory_pool_device: str = _key(Device(), "cpu", "Where that memory is. `cpu` is pinned where CUDA or ROCm exists.")
+    payload_device: str = _key(
+        Device(also=("pool",)),
+        "pool",
+        "Where the tensors that get returns are: on the pool's device, or copied to another. Leases stay in the pool.",
+    )
     qp_per_transfer: int = _key(_COUNT, 1, "Mori, rdma: queue pairs that one transfer uses.")
     post_batch_size: int = _key(Integer(1, _INT, also=(-1,)), -1, "Mori, rdma: requests per post; -1 lets Mori choose.")
     num_worker_threads: int = _key(_COUNT, 1, "Mori, rdma: threads that post transfers.")

@@ -62,3 +62,8 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def mark_current(device: torch.device) -> torch.cuda.Event:
+    """As `mark`, of the stream that the caller works on there."""
+    return mark(torch.cuda.current_stream(device))

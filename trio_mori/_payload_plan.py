@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, UnsupportedPayload
+from ._gpu import mark_current
 from ._payload_copy import Leaf, copy_leaves, copy_plain_leaves
 from ._payload_foreign import array_dtype, check_image, imported
 from ._payload_format import (
@@ -51,6 +52,7 @@ from ._payload_format import (
     encode_spilled,
     shown,
 )
+from ._payload_gpu import begin_copies
 from ._payload_scan import bound_items
 from ._payload_structs import stock_order, struct_type, values_of
 
@@ -69,12 +71,14 @@ class Plan:
         header: What a receiver needs to make the payload of these bytes.
         whole_header: The same for who does not have the bytes: it never says that the real one lies among them.
         is_raw: It is one tensor or bytes, and the bytes in the pool are all there is to it.
+        ready: When what it has on GPUs is complete, for each GPU.
     """
 
     size: int
     header: bytes
     whole_header: bytes
     is_raw: bool
+    ready: Sequence[torch.cuda.Event]
     _leaves: list[Leaf]
 
     def copy_to(self, address: int) -> bool:
@@ -91,9 +95,24 @@ class Plan:
             UnsupportedPayload: a source changed its length since the payload was planned.
         """
         try:
-            copy_leaves(self._leaves, target)
+            if target.is_cpu and not self.ready:
+                copy_leaves(self._leaves, target)
+            else:
+                for done in begin_copies(self._leaves, target):
+                    done.synchronize()
         finally:
             self._leaves = []
+
+    def begin_copy(self, target: torch.Tensor) -> list[torch.cuda.Event]:
+        """As `copy_into` where a GPU has a part in it, but return at once: the contents are there when all these
+        moments have come. Until then the plan must be kept, with what it is of.
+        """
+        return begin_copies(self._leaves, target)
+
+    @property
+    def hosted(self) -> int:
+        """Bytes that come from host memory."""
+        return sum(leaf.nbytes for leaf in self._leaves if leaf.ready is None)
 
 
 def plan(data: object) -> Plan:
@@ -115,7 +134,9 @@ def _plan_tensor(tensor: torch.Tensor) -> Plan:
     if not nbytes:
         raise _empty(f"{tensor.dtype} tensor")
     header = _tensor_header(name, tensor.shape)
-    return Plan(nbytes, header, header, True, [_tensor_leaf(tensor, 0, nbytes)])
+    ready: dict[torch.device, torch.cuda.Event] = {}
+    leaf = _tensor_leaf(tensor, 0, nbytes, ready)
+    return Plan(nbytes, header, header, True, tuple(ready.values()), [leaf])
 
 
 # Most payloads of an edge have the same few shapes, and encoding a header takes as long as all the rest of the plan.
@@ -134,7 +155,7 @@ def _plan_other(data: object) -> Plan:
     if len(whole) > INLINE_HEADER:
         _check_items(whole)
         header = encode_spilled(planner.add(BYTES, whole, len(whole)), len(whole))
-    return Plan(planner.size, header, whole, is_raw, planner.leaves)
+    return Plan(planner.size, header, whole, is_raw, tuple(planner.ready.values()), planner.leaves)
 
 
 def _empty(kind: str) -> UnsupportedPayload:
@@ -163,6 +184,7 @@ class _Planner:
         self.leaves: list[Leaf] = []
         self.classes: list[StructClass] = []
         self.size = 0
+        self.ready: dict[torch.device, torch.cuda.Event] = {}
         self._class_index: dict[type, int] = {}
         self._nodes = 0
 
@@ -170,8 +192,10 @@ class _Planner:
         """Give a leaf its place; returns the offset."""
         offset = -(-self.size // ALIGNMENT) * ALIGNMENT
         if nbytes:
-            leaf = _tensor_leaf(source, offset, nbytes) if tag == TENSOR else Leaf(tag, offset, nbytes, source)
-            self.leaves.append(leaf)
+            if tag == TENSOR:
+                self.leaves.append(_tensor_leaf(source, offset, nbytes, self.ready))
+            else:
+                self.leaves.append(Leaf(tag, offset, nbytes, source))
             self.size = offset + nbytes
         return offset
 
@@ -336,10 +360,12 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return name
 
 
-def _tensor_leaf(tensor: torch.Tensor, offset: int, nbytes: int) -> Leaf:
-    stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+def _tensor_leaf(tensor: torch.Tensor, offset: int, nbytes: int, moments: dict[torch.device, torch.cuda.Event]) -> Leaf:
+    ready = None
+    if tensor.is_cuda:
+        ready = moments[tensor.device] = moments.get(tensor.device) or mark_current(tensor.device)
     # A tensor object of its own: the caller's may be given another shape or storage while `put` waits for room.
-    return Leaf(TENSOR, offset, nbytes, tensor.detach(), stream)
+    return Leaf(TENSOR, offset, nbytes, tensor.detach(), ready)
 
 
 def _text(value: str) -> str:

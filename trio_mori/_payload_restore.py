@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, TrioMoriError
+from ._gpu import mark_current
 from ._payload_copy import host_view, memmove, new_tensor, read_bytes
 from ._payload_foreign import array_address, image_nbytes, itemsize_of, new_array, new_image, new_scalar
 from ._payload_format import (
@@ -94,7 +95,7 @@ def restore(
     value = restorer.build(opened, opened.skeleton, 0)
     if copy and not source.is_cpu:
         # The copies were only queued, and whoever called may free the source now.
-        torch.cuda.current_stream(source.device).synchronize()
+        mark_current(source.device).synchronize()
     return Restored(value, tuple(sorted(restorer.unknown)))
 
 
@@ -239,6 +240,9 @@ class _Restorer:
             junk(f"dtype {name!r}")
         nbytes = nbytes_of(dtype.itemsize, _lengths(shape))
         self._take(offset, nbytes)
+        if nbytes and self._device is not None and self._device != self._source.device:
+            elsewhere = self._source[offset : offset + nbytes].to(self._device, copy=True)
+            return elsewhere.view(dtype).view(shape)
         if self._copy or not nbytes:
             result = self._own_tensor(dtype, shape, offset, nbytes)
         else:

@@ -43,9 +43,11 @@ class PayloadTypes:
                 )
             self._listed[type_name(each)] = each
 
-    def restore(self, header: bytes, source: torch.Tensor, *, copy: bool = True) -> Restored:
+    def restore(
+        self, header: bytes, source: torch.Tensor, *, device: torch.device | None = None, copy: bool = True
+    ) -> Restored:
         """See `trio_mori._payload.restore`. Says once of each type that it is not listed."""
-        restored = restore(header, source, payload_types=self._listed, copy=copy)
+        restored = restore(header, source, payload_types=self._listed, device=device, copy=copy)
         for name in restored.unknown_types:
             if name not in self.unlisted and len(self.unlisted) < MAX_UNLISTED:
                 self.unlisted[name] = None

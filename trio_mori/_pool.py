@@ -67,6 +67,7 @@ class Pool:
 
     Attributes:
         region: The memory. It belongs to an engine.
+        on_gpu: Whether it is a GPU's.
         extents: The allocator; the pool takes its `on_free` over.
         on_room: Called when room became free and the waiters have taken theirs, for a book with a queue of its own;
             may allocate, must not free.
@@ -76,6 +77,7 @@ class Pool:
         if extents.size > region.size:
             raise InternalError(f"an allocator of {extents.size} bytes over a region of {region.size}")
         self.region = region
+        self.on_gpu = region.tensor.is_cuda  # ROCm's too
         self.extents = extents
         self.on_room = on_room
         self._token = trio.lowlevel.current_trio_token()

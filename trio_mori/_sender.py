@@ -14,6 +14,7 @@ from . import _payload
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import ConnectorClosed, NoRoom, TransferFailed
+from ._gpu import mark_current, wait_over
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
 from ._protocol.entries import Entry, Fetch, Session, Ticket
@@ -83,6 +84,8 @@ class Sender:
         if isinstance(data, ManagedBuffer) and data.belongs_to(self._pool):
             self._check_open(key)
             size = data.size
+            if self._pool.on_gpu:  # for what the caller has queued to be written there
+                await wait_over(mark_current(self._pool.region.tensor.device))
             return self._publish_buffer(key, await data.detach(OUTBOUND), size)
         await trio.lowlevel.checkpoint_if_cancelled()
         plan = plan_payload(data)
@@ -91,7 +94,9 @@ class Sender:
         except NoRoom:
             reservation = self._stage(key, await self._pool.reserve(plan.size, OUTBOUND), plan)
         try:
-            if plan.size <= INLINE_COPY:
+            if reservation.by_gpu:
+                await reservation.fill_soon()
+            elif plan.size <= INLINE_COPY:
                 reservation.fill()
             else:
                 await trio.to_thread.run_sync(reservation.fill)
@@ -111,6 +116,8 @@ class Sender:
         if isinstance(data, ManagedBuffer) and data.belongs_to(self._pool):
             self._check_open(key)
             size = data.size
+            if self._pool.on_gpu:
+                mark_current(self._pool.region.tensor.device).synchronize()
             return self._publish_buffer(key, data.detach_nowait(OUTBOUND), size)
         reservation = self.reserve_nowait(key, plan_payload(data))
         try:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import trio
+
 from . import _payload
 from ._buffer import ManagedBuffer
 from ._errors import InternalError
+from ._gpu import wait_over
 from ._payload import Plan
+from ._pool import INLINE_COPY
 
 if TYPE_CHECKING:
     from ._pool import Pool
@@ -64,6 +68,35 @@ class Reservation:
         address = self._pool.address(extent, plan.size)
         if not address or not plan.copy_to(address):
             plan.copy_into(self._pool.tensor(extent, plan.size))
+
+    @property
+    def by_gpu(self) -> bool:
+        """Whether a GPU has a part in the copy."""
+        return bool(self._plan.ready) or self._pool.on_gpu
+
+    async def fill_soon(self) -> None:
+        """As `fill`, in the connector's own thread and without holding it up, where a GPU has a part in the copy.
+
+        Cancellation: until the payload is complete, whatever its GPU has to do before. The copy itself is waited for.
+
+        Raises:
+            UnsupportedPayload: as `fill`.
+            RuntimeError: the GPU has failed.
+        """
+        self._open = False
+        plan, pool = self._plan, self._pool
+        for ready in plan.ready:
+            await wait_over(ready)
+        target = pool.tensor(self._entry.extent, plan.size)
+        # What host memory has a part in holds up the thread that asks for it.
+        hosted = plan.hosted if pool.on_gpu else plan.size
+        with trio.CancelScope(shield=True):
+            if hosted <= INLINE_COPY:
+                moments = plan.begin_copy(target)
+            else:
+                moments = await trio.to_thread.run_sync(plan.begin_copy, target)
+            for done in moments:
+                await wait_over(done)
 
     def publish(self) -> Receipt:
         """Let receivers have it.

@@ -261,8 +261,8 @@ class SyncConnector:
             return ReceivedBuffer(value.contiguous().view(-1).view(torch.uint8))
         if isinstance(value, bytes):
             return ReceivedBuffer(torch.frombuffer(bytearray(value), dtype=torch.uint8))
-        if self._core_config.memory_pool_device != "cpu":
-            value = _on_host(value)
+        if self._core_config.memory_pool_device != "cpu" and self._core_config.payload_device == "pool":
+            value = _on_host(value)  # as from the stock connectors; stages that want it elsewhere say where
         return bytes(value) if isinstance(value, bytearray) else self._codec.revived(value)
 
     def abandon_get(self, get_key: str) -> None:
