@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import trio
+import trio.testing
 
 from trio_mori import PeerLost, _unix_transport
 from trio_mori._unix import open_unix_dialler, open_unix_listener
@@ -94,6 +95,24 @@ async def test_a_peer_that_does_not_read_delays_no_other_and_loses_nothing() -> 
             while len(numbers) < 200:
                 numbers += [int.from_bytes(e.frames[0], "big") for e in await slow.receive() if isinstance(e, Arrived)]
         assert numbers == list(range(200))
+
+
+async def test_what_a_dialler_could_not_send_yet_outlasts_a_wake_up_of_its_receiver() -> None:
+    name = new_name()
+    body = b"x" * (PACKET // 2)
+    async with open_unix_listener(name) as listener, open_unix_dialler(name) as dialler, trio.open_nursery() as nursery:
+        assert await next_event(dialler) == Connected()
+        nursery.start_soon(dialler.receive)
+        for number in range(200):
+            dialler.send([number.to_bytes(2, "big"), body])
+        await trio.testing.wait_all_tasks_blocked()
+        dialler._wake()
+        numbers: list[int] = []
+        with trio.fail_after(10):
+            while len(numbers) < 200:
+                numbers += [int.from_bytes(e.frames[0], "big") for e in await listener.receive()]  # type: ignore[union-attr]
+        assert numbers == list(range(200))
+        nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,10 @@ async def _send_backlog(record: _Connection) -> None:
                 record.backlog.popleft()
         except BlockingIOError:
             continue
-        except (OSError, trio.ClosedResourceError):
+        except trio.ClosedResourceError:
+            if record.socket.fileno() < 0:  # else the link woke its receiver, who waits on the same descriptor
+                record.backlog.clear()
+        except OSError:
             record.backlog.clear()  # the peer is gone; reading will tell
 
 
