@@ -228,14 +228,12 @@ class Pool:
         return waiter.granted
 
     def _serve(self) -> None:
-        while any(map(self._grant_first, self._queues.values())):
+        while any(map(self._grant_first, filter(None, self._queues.values()))):
             pass
         if self.on_room is not None:
             self.on_room()
 
     def _grant_first(self, queue: OrderedDict[_Waiter, None]) -> bool:
-        if not queue:
-            return False
         waiter = next(iter(queue))
         try:
             if waiter.moved is None:

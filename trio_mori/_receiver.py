@@ -353,7 +353,8 @@ class Receiver:
 
     def note_progress(self) -> None:
         """Something was settled that a closing receiver may wait for."""
-        self._settled.set()
+        if self._closing:
+            self._settled.set()
 
     @property
     def malformed(self) -> int:

@@ -226,7 +226,9 @@ def _check_nobody_is_stuck(world: World) -> None:
             assert other is not None, f"{interest.key} is kept for one that is gone, and a get waits for it"
             offered = other.channel.interests[holder.id]
             assert offered.state is State.OFFERED
-            assert not _fits(other, offered.needed) or other.book.hungry > 1, "a payload waits for room that is there"
+            assert not _fits(other, offered.needed) or len(other.book.hungry) > 1, (
+                "a payload waits for room that is there"
+            )
             assert not other.book._preposted, "a payload waits for room that is kept for none"
 
 

@@ -248,14 +248,13 @@ class Extents:
             free=self._free,
         )
 
-    def _require_live(self, extent: Extent) -> None:
+    def _not_live(self, extent: Extent) -> InternalError:
         holder = self._live.get(extent.offset)
-        if holder is not extent:
-            now = "free or inside another one" if holder is None else f"one of {holder.size} bytes, {holder.share}"
-            raise InternalError(
-                f"{extent.share} extent {extent.offset}..{extent.end} is not live: freed twice, or never of this pool; "
-                f"at that offset there is now {now}"
-            )
+        now = "free or inside another one" if holder is None else f"one of {holder.size} bytes, {holder.share}"
+        return InternalError(
+            f"{extent.share} extent {extent.offset}..{extent.end} is not live: freed twice, or never of this pool; "
+            f"at that offset there is now {now}"
+        )
 
     def _enter(self, extent: Extent) -> Extent:
         self._live[extent.offset] = extent
@@ -264,7 +263,8 @@ class Extents:
         return extent
 
     def _leave(self, extent: Extent) -> None:
-        self._require_live(extent)
+        if self._live.get(extent.offset) is not extent:
+            raise self._not_live(extent)
         del self._live[extent.offset]
         self._used[extent.share] -= extent.size
         self._free += extent.size

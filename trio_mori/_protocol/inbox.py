@@ -3,7 +3,8 @@
 Pure and synchronous. The shell calls a method for each thing that happened and then carries out what the book left:
 
 * `talking`: channels with messages in `Channel.outgoing`;
-* `waking`: interests that arrived or failed, for their callers.
+* `waking`: interests that arrived or failed, for their callers;
+* `hungry`: offered payloads that wait at their senders for room here, for `find_room` when there is some.
 
 **What keeps memory safe.** A destination that was named to a sender is given back to the allocator only when that
 sender has said that no write to it is or will be under way (`Done`, a settled `Failed`, `Closed`, a new round, or
@@ -99,7 +100,7 @@ class Inbox:
         self._preposted = 0
         self._ahead: dict[Interest, None] = {}  # those that hold it, in the order in which they got it
         self._recent: dict[str, _Recent] = {}
-        self._hungry: dict[Interest, None] = {}  # offered, and no room yet; first come, first served
+        self.hungry: dict[Interest, None] = {}  # offered, and no room yet; first come, first served
         self._leased: dict[Extent, None] = {}
         self._exposed: dict[Extent, None] = {}
         self._doubted: dict[Extent, None] = {}
@@ -424,7 +425,7 @@ class Inbox:
         self._leave_queues(interest)
         self._free_extent(interest)  # void by the new round
         self._move(interest, Cause.OFFER)
-        self._hungry[interest] = None
+        self.hungry[interest] = None
         self.find_room()
 
     def _on_failed(self, channel: Channel, message: wire.Failed) -> None:
@@ -460,8 +461,8 @@ class Inbox:
 
         To be called when memory was freed, and when one of them may have left that stood before others.
         """
-        while self._hungry:
-            interest = next(iter(self._hungry))
+        while self.hungry:
+            interest = next(iter(self.hungry))
             try:
                 interest.extent = self._extents.allocate(interest.needed, INBOUND)
             except NoRoom:
@@ -471,18 +472,13 @@ class Inbox:
                 self._fail(interest, TOO_BIG, str(error))
                 self._return(interest)
                 continue
-            del self._hungry[interest]
+            del self.hungry[interest]
             self._move(interest, Cause.PLACE)
             self._ask(interest)
 
-    @property
-    def hungry(self) -> int:
-        """How many payloads wait at their senders for room here."""
-        return len(self._hungry)
-
     def _prepost(self, interest: Interest) -> None:
         """Choose a destination ahead of the data, if that leaves enough room for data that is there."""
-        if self._hungry:
+        if self.hungry:
             return
         recent = self._recent.get(edge_of(interest.key))
         size = FIRST_CAPACITY if recent is None else recent.largest
@@ -532,7 +528,7 @@ class Inbox:
         self._ask(interest)
 
     def _leave_queues(self, interest: Interest) -> None:
-        self._hungry.pop(interest, None)
+        self.hungry.pop(interest, None)
         self._ahead.pop(interest, None)
         self._preposted -= interest.preposted
         interest.preposted = 0
