@@ -17,6 +17,7 @@ import trio
 import zmq
 
 from trio_mori import TransferFailed
+from trio_mori._keys import Keys
 from trio_mori._protocol.extents import OUTBOUND, Extents
 from trio_mori.abc import Descriptor, Write
 from trio_mori.testing import MemoryEngine, MemoryFabric
@@ -118,10 +119,16 @@ class StockClient:
 
 
 @contextmanager
-def open_stock_client(port: int, engine: MemoryEngine) -> Iterator[StockClient]:
-    """A stock receiver whose pool is that engine's."""
+def open_stock_client(port: int, engine: MemoryEngine, keys: Keys | None = None) -> Iterator[StockClient]:
+    """A stock receiver whose pool is that engine's; with keys, what it would be if it had any."""
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
+                keys.sender,
+                keys.public,
+                keys.secret,
+            )
         socket.connect(f"tcp://127.0.0.1:{port}")
         yield StockClient(socket, engine)
 
@@ -260,10 +267,14 @@ class StockServer:
 
 
 @asynccontextmanager
-async def open_stock_server(fabric: MemoryFabric, port: int = 0, *, pool: int = 1 << 20) -> AsyncIterator[StockServer]:
-    """A stock sender on a port of loopback, on any one if that is 0."""
+async def open_stock_server(
+    fabric: MemoryFabric, port: int = 0, *, pool: int = 1 << 20, keys: Keys | None = None
+) -> AsyncIterator[StockServer]:
+    """A stock sender on a port of loopback, on any one if that is 0; with keys, what it would be if it had any."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            socket.curve_server, socket.curve_secretkey = True, keys.secret
         socket.bind(f"tcp://127.0.0.1:{port or '*'}")
         number = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         async with fabric.open(pool_size=pool) as engine, trio.open_nursery() as nursery:

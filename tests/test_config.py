@@ -56,7 +56,7 @@ def test_the_defaults_are_those_of_the_stock_connector_where_it_has_the_key() ->
         "buffer_ttl_seconds": 300,
     }
     assert {key: value for key, value in attrs.asdict(config).items() if key in stock} == stock
-    assert (config.host, config.backend_type) == ("auto", "shm")
+    assert (config.host, config.backend_type) == ("127.0.0.1", "shm")
     assert ConnectorConfig.from_dict({}) == config
 
 
@@ -362,7 +362,7 @@ def test_the_digest_is_that_of_the_configuration_and_of_nothing_else(monkeypatch
     assert re.fullmatch("[0-9a-f]{16}", digest)
     changed = {
         "role": "both",
-        "host": "127.0.0.1",
+        "host": "auto",
         "zmq_port": 1,
         "memory_pool_size": 4096,
         "rank": 1,

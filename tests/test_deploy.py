@@ -520,7 +520,7 @@ def test_two_stages_of_one_machine_do_not_listen_on_one_port(load: Load) -> None
         "line 3: connectors.two: zmq_port: 41000 is not allowed; stage 1 would listen on port 41001, "
         "as stage 0 does by connectors.one, line 2"
     ) in str(error)
-    assert refused(load, middle("zmq_port: 41001, host: 10.0.0.1", "zmq_port: 41000"))
+    assert refused(load, middle("zmq_port: 41001, host: 10.0.0.1", "zmq_port: 41000, host: auto"))
     assert load(middle("zmq_port: 41001, host: 10.0.0.1", "zmq_port: 41000, host: 10.0.0.2"))
     assert load(middle("zmq_port: 0", "zmq_port: 0"))
 

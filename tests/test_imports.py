@@ -23,8 +23,9 @@ LAYERS = (
     ("_protocol",),
     ("abc",),
     (
-        *("_allowed", "_config", "_endpoint", "_deploy*", "_yaml", "_traffic", "_offers", "_link", "_scope", "_zmq"),
+        *("_allowed", "_config", "_endpoint", "_deploy*", "_yaml", "_traffic", "_offers", "_link", "_scope", "_zm*"),
         *("_unix*", "_pool", "_buffer", "_payload*", "_stock_payload", "_engines", "_lease", "_arrival", "_gpu"),
+        *("_keys", "_key_files"),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),
     ("_upstream", "_reception", "_staging"),
@@ -34,7 +35,7 @@ LAYERS = (
     ("_entered",),
     ("_portal",),
     ("blocking",),
-    ("testing",),
+    ("testing", "__main__"),
 )
 
 # Layers whose modules know nothing of each other.

@@ -24,6 +24,7 @@ import pytest
 import torch
 import trio
 import trio.testing
+import zmq
 from rig import (
     LIMIT,
     POOL,
@@ -674,7 +675,7 @@ async def test_a_receiver_that_comes_while_the_holder_says_farewell_is_not_welco
 async def test_an_heir_to_whom_a_stranger_was_first_says_so_at_its_put(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as stranger:
 
-        def open_second(hosts: Sequence[str], port: int) -> AbstractAsyncContextManager[ListeningLink]:
+        def open_second(hosts: Sequence[str], port: int, *, keys: None) -> AbstractAsyncContextManager[ListeningLink]:
             if stranger.getsockname()[1] == 0:
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 stranger.bind(("127.0.0.1", port))
@@ -880,10 +881,39 @@ async def test_a_program_without_zmq_fails_the_open_in_less_than_two_seconds() -
 
 
 @deterministic
-async def test_a_silent_zmq_socket_fails_the_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_says_nothing_fails_the_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inquiry, "ANSWER_TIMEOUT", 0.02)
     async with open_holder(lambda _: None) as port:
         assert "does not say who it is" in str(await open_and_fail(port))
+
+
+@pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.REP, zmq.PULL], ids=["router", "rep", "pull"])
+async def test_a_silent_zmq_program_fails_the_open_in_less_than_two_seconds(kind: int) -> None:
+    with zmq.Context() as context, context.socket(kind) as stranger:
+        port = stranger.bind_to_random_port("tcp://127.0.0.1")
+        started = trio.current_time()
+        error = await open_and_fail(port)
+        assert trio.current_time() - started < 2
+        assert "a process that" in str(error)
+
+
+@deterministic
+async def test_a_sender_that_is_busy_is_given_more_time_than_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inquiry, "STRANGER_TIMEOUT", 0.001)
+    async with open_listener(["127.0.0.1"], 0) as link, trio.open_nursery() as nursery:
+        port = link.port
+        nursery.start_soon(open_and_close, port)
+        event = (await link.receive())[0]
+        await trio.sleep(0.02)
+        assert isinstance(event, Arrived)
+        link.send(wire.encode(holder_of(port, yields=False)), event.route)
+
+
+async def open_and_close(port: int) -> None:
+    """Open a sender beside another one of its stage."""
+    with another_process():
+        async with MemoryFabric().open() as engine, open_connector(sender_at(port), engine=engine) as connector:
+            assert connector.health()["port"] == "passive"
 
 
 @deterministic

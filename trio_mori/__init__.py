@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ._deploy import DeployFile as DeployFile
     from ._deploy import load_deploy as load_deploy
     from ._engines import open_engine as open_engine
+    from ._errors import AuthenticationFailed as AuthenticationFailed
     from ._errors import BindFailed as BindFailed
     from ._errors import ConfigError as ConfigError
     from ._errors import ConnectorClosed as ConnectorClosed
@@ -71,6 +72,7 @@ _HOMES = {
     "_deploy": ("DeployFile", "load_deploy"),
     "_engines": ("open_engine",),
     "_errors": (
+        "AuthenticationFailed",
         "BindFailed",
         "ConfigError",
         "ConnectorClosed",

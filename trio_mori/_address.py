@@ -15,10 +15,11 @@ import trio
 from ._config import ConnectorConfig
 from ._errors import BindFailed, InternalError
 from ._inquiry import NOBODY, ask_holder, held_by, held_by_instance, tell_apart
+from ._keys import Keys
 from ._protocol import wire
 from ._sender import Sender
 from ._unix import LOCAL_PREFIX, UnixListener, open_unix_listener
-from ._zmq import open_listener
+from ._zmq import ListeningLink, open_listener
 
 logger = logging.getLogger("trio_mori.port")
 
@@ -85,6 +86,7 @@ class Address:
         hosts: Sequence[str],
         *,
         deployment: wire.Deployment,
+        keys: Keys | None,
         nursery: trio.Nursery,
         on_change: Callable[[], object],
     ) -> None:
@@ -96,6 +98,9 @@ class Address:
         self._config = config
         self._hosts = hosts
         self._deployment = deployment
+        self._keys = keys
+        self._listener: ListeningLink | None = None
+        self._refused = 0  # by earlier ones
         self._nursery = nursery
         self._on_change = on_change
         self._claiming = trio.CancelScope()
@@ -104,6 +109,11 @@ class Address:
 
     def __str__(self) -> str:
         return self.sender.endpoint.address
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not let in, for want of keys."""
+        return self._refused + (0 if self._listener is None else self._listener.refused)
 
     async def open(self) -> None:
         """Listen, or see that another process does so for this stage.
@@ -182,7 +192,9 @@ class Address:
                 if attempt == ATTEMPTS - 1:
                     raise held_by(NOBODY, taken)
                 patience = self._config.close_grace + PATIENCE
-                found = await ask_holder(taken.host, taken.port, self._deployment, wanted=wanted, patience=patience)
+                found = await ask_holder(
+                    taken.host, taken.port, self._deployment, keys=self._keys, wanted=wanted, patience=patience
+                )
                 await trio.lowlevel.checkpoint_if_cancelled()
                 if isinstance(found, wire.Holder):
                     if stranger := tell_apart(found, self._deployment):
@@ -208,15 +220,23 @@ class Address:
             self._asked.set()
         return self.standing in (Standing.YIELDING, Standing.CLOSING)
 
+    def _forget(self, listener: ListeningLink) -> None:
+        self._refused += listener.refused
+        self._listener = None
+
     async def _listen(self, *, task_status: trio.TaskStatus[BindFailed | None]) -> None:
         """Serve receivers until it is cancelled, or yields."""
         sender = self.sender
         async with AsyncExitStack() as stack:
             try:
-                listener = await stack.enter_async_context(open_listener(self._hosts, self._config.zmq_port))
+                listener = await stack.enter_async_context(
+                    open_listener(self._hosts, self._config.zmq_port, keys=self._keys)
+                )
             except BindFailed as error:
                 task_status.started(error)  # not raised here: on its way through `start` it might lose its cause
                 return
+            self._listener = listener
+            stack.callback(self._forget, listener)
             local = await _open_local_link(stack) if self._config.same_host_link == "auto" else None
             sender.endpoint = attrs.evolve(sender.endpoint, port=listener.port)
             sender.reception.local = "" if local is None else local.name

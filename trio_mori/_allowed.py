@@ -208,8 +208,8 @@ class Text:
 
 
 @attrs.frozen
-class Directory:
-    """The absolute path of a directory, or an empty text. It is not looked for."""
+class AbsolutePath:
+    """The absolute path of a file or directory, or an empty text. It is not looked for."""
 
     noun: str
 

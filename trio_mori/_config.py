@@ -7,6 +7,7 @@ deploy file. The table in docs/configuration.md is made of what stands here.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import logging
 import math
@@ -18,10 +19,11 @@ from typing import Any
 
 import attrs
 
-from ._allowed import Choice, Device, Directory, Host, Integer, NotAllowed, Number, OrNull, Text, near, show
+from ._allowed import AbsolutePath, Choice, Device, Host, Integer, NotAllowed, Number, OrNull, Text, near, show
 from ._allowed import checked as _key
 from ._endpoint import (
     AUTO,
+    LOOPBACK,
     WILDCARDS,
     Endpoint,
     Purpose,
@@ -81,7 +83,7 @@ class ConnectorConfig:
     )
     host: str = _key(
         _HOSTS,
-        AUTO,
+        LOOPBACK,
         "Where a sender listens. `auto` is loopback and the address that this machine uses towards the outside.",
     )
     zmq_port: int = _key(
@@ -107,12 +109,29 @@ class ConnectorConfig:
         "Go over to a unix socket with peers of the same host and user. The ZMQ port stays the way to find each other.",
     )
 
+    # --- who may connect ---
+    curve_secret_key: str = _key(
+        AbsolutePath("the absolute path of a file that only its owner can read"),
+        "",
+        "This side's secret key (trio-mori keygen). With one, peers without a key are refused; empty: all may connect.",
+    )
+    curve_sender_key: str = _key(
+        AbsolutePath("the absolute path of a .public file"),
+        "",
+        "The key that the senders which a receiver dials must have. Empty: that of this side's own pair.",
+    )
+    curve_allowed_keys: str = _key(
+        AbsolutePath("the absolute path of a file of public keys"),
+        "",
+        "Who may connect to a sender, beside those with its own pair.",
+    )
+
     # --- data plane ---
     backend_type: str = _key(
         _BACKENDS, "shm", "The engine that moves the bytes. `auto` takes the first that both peers can use."
     )
     share_directory: str = _key(
-        Directory("the absolute path of a directory of mode 700"),
+        AbsolutePath("the absolute path of a directory of mode 700"),
         "",
         "shm: where peers of other pid namespaces (containers) pass their pools on; mount one directory into all.",
     )
@@ -244,6 +263,10 @@ class ConnectorConfig:
             )
         if backend == "shm" and device != "cpu":
             raise _refused("memory_pool_device", device, "with backend_type shm; give cpu, or use xgmi or cuda_ipc")
+        others = {"curve_sender_key": self.curve_sender_key, "curve_allowed_keys": self.curve_allowed_keys}
+        for key, path in others.items():
+            if path and not self.curve_secret_key:
+                raise _refused(key, path, "without curve_secret_key; give this side a pair of its own")
         if 2 * self.heartbeat_interval > self.peer_timeout:
             why = f"with peer_timeout {self.peer_timeout:g}; give at most half of it: one late answer is no loss"
             raise _refused("heartbeat_interval", self.heartbeat_interval, why)
@@ -345,6 +368,21 @@ def _warn_once(key: str, message: str) -> None:
     if key not in _warned:
         _warned.add(key)
         _logger.warning("%s", message)
+
+
+def warn_if_exposed(config: ConnectorConfig, hosts: ResolvedHost) -> None:
+    """Say once if a word for `host` lets other machines connect, and no key is asked for."""
+    outside = [host for host in hosts.bind if not _is_loopback(host)]
+    if outside and config.host in (AUTO, *WILDCARDS):
+        _warn_once(
+            "host",
+            f"host: {show(config.host)} listens on {', '.join(outside)}, where other machines can connect and are not "
+            "asked for a key; set curve_secret_key (docs/security.md), or host: 127.0.0.1 for stages of one machine",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 @lru_cache(maxsize=256)

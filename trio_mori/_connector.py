@@ -15,9 +15,10 @@ import trio
 
 from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
-from ._config import ConnectorConfig, Endpoint, named_endpoint, resolve_host
+from ._config import ConnectorConfig, Endpoint, named_endpoint, resolve_host, warn_if_exposed
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
+from ._key_files import load_keys
 from ._lease import Lease
 from ._payload import Plan
 from ._payload_types import PayloadTypes
@@ -157,6 +158,7 @@ class Connector:
             Expired, Gone: the sender has dropped it.
             TransferFailed: the bytes could not be moved; the payload stays with the sender.
             PeerLost: the sender was there, and has been away for `peer_timeout`.
+            AuthenticationFailed: the sender and this side do not accept each other's keys.
             EngineMismatch: the sender has no way to write into this pool.
             TooBig: it can never fit into this pool.
             NoRoom: too much of this pool is in quarantine.
@@ -370,6 +372,8 @@ class Connector:
             events["malformed_out"] = sender.reception.malformed + sender.reception.stock.malformed
         pool = self._pool.statistics()
         held["free"] = pool.free
+        events["refused_senders"] = sum(u.is_barred for u in receiver.upstreams.values())
+        events["refused_peers"] = 0 if self._port is None else self._port.refused
         return ConnectorStatistics(
             pid=os.getpid(),
             engine=self._engine.name,
@@ -481,6 +485,7 @@ async def open_connector(
     async with AsyncExitStack() as stack:
         # In a thread: a name is looked up, which may take as long as the resolver likes.
         hosts = await trio.to_thread.run_sync(partial(resolve_host, config.host, advertise=config.advertise_host))
+        keys = await trio.to_thread.run_sync(load_keys, config)
         if engine is None:
             engine = await stack.enter_async_context(
                 open_engine(
@@ -495,7 +500,9 @@ async def open_connector(
         endpoint = Endpoint(hosts.advertise, config.zmq_port)
         port = None
         if config.role != "receiver":
-            port = await stack.enter_async_context(open_port(config, hosts.bind, deployment))
+            port = await stack.enter_async_context(open_port(config, hosts.bind, deployment, keys))
+            if keys is None:
+                warn_if_exposed(config, hosts)
         connector: Connector | None = None
 
         async def drain() -> None:
@@ -511,6 +518,7 @@ async def open_connector(
                 nursery=nursery,
                 deployment=deployment,
                 payload_types=types,
+                keys=keys,
             )
             nursery.start_soon(receiver.beat)
             sender = None

@@ -19,7 +19,7 @@ __all__ = ["DeployFile", "Edge", "load_deploy"]
 # follows from the edges, and what only stage code reads. A stage has one pool, one engine and one set of limits.
 _MAY_DIFFER = frozenset(
     (
-        *("host", "zmq_port", "advertise_host", "sender_host", "sender_zmq_port"),
+        *("host", "zmq_port", "advertise_host", "sender_host", "sender_zmq_port", "curve_sender_key"),
         *("role", "stage_id", "from_stage", "to_stage"),
         *("codec_chunk_frames", "codec_left_context_frames"),
     )
@@ -86,6 +86,7 @@ class DeployFile:
                 upstream = dial.config()
                 values["sender_host"] = upstream.sender_host or upstream.host
                 values["sender_zmq_port"] = upstream.sender_zmq_port
+                values["curve_sender_key"] = upstream.curve_sender_key
                 if upstream.sender_zmq_port is None and "sender_zmq_port" not in overrides:
                     values["sender_zmq_port"] = _port(upstream.zmq_port, inputs[0].from_stage, place) or None
             return ConnectorConfig.from_dict({**values, **overrides})

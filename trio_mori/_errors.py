@@ -200,6 +200,18 @@ class PeerLost(TrioMoriError):
         self.peer = peer
 
 
+class AuthenticationFailed(TrioMoriError):
+    """A sender and this side do not accept each other's keys. It is dialled on, should that change.
+
+    Attributes:
+        peer: Its address.
+    """
+
+    def __init__(self, message: str, *, peer: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
 class PeerRestarted(PeerLost):
     """The sender of a chunk stream was replaced by another process; what it had not delivered is lost."""
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import attrs
 import trio
 
 from ._endpoint import dialled_host, format_endpoint
 from ._errors import BindFailed, PortHeld, RemoteProtocolError
+from ._keys import Keys
 from ._protocol import wire
 from ._zmq import open_dialler
-from .abc import Arrived, Link
+from ._zmtp import LISTENER, fetch_name
+from .abc import Arrived, Link, Refused
 
 # Seconds. libzmq makes connections in a thread of its own, which hardly anything delays: whoever takes longer is no
-# ZMQ socket. A connector that fails to open for it does so in less than two seconds.
-CONNECT_TIMEOUT = 1.5
+# ZMQ socket.
+CONNECT_TIMEOUT = 1.2
+
+# Seconds that the name of the socket may take, which comes by the same thread; and that a ZMQ socket of another name
+# may take to answer, whatever it says. With the one above it is less than two: then a connector on a port that is
+# taken has failed to open.
+NAME_TIMEOUT = 0.3
+STRANGER_TIMEOUT = 0.3
 
 # Seconds. A trio_mori answers in a round trip, unless its process holds the GIL meanwhile, as when it loads a library
 # or a model.
@@ -22,12 +31,13 @@ ANSWER_TIMEOUT = 5.0
 
 
 async def ask_holder(
-    host: str, port: int, deployment: wire.Deployment, *, wanted: bool, patience: float
+    host: str, port: int, deployment: wire.Deployment, *, keys: Keys | None, wanted: bool, patience: float
 ) -> wire.Holder | str | None:
     """Ask whoever listens on a port of this host who it is. Ends in seconds, whatever is there.
 
     Args:
         deployment: Who asks.
+        keys: Ours. Only who has the same pair is asked.
         wanted: Ask for the port, too. If it is given up, this returns when it is free.
         patience: Seconds that this may take.
 
@@ -36,8 +46,10 @@ async def ask_holder(
     """
     host = dialled_host(host)
     found: wire.Holder | str | None = None
+    keys = None if keys is None else attrs.evolve(keys, sender=keys.public)
+    latest = trio.current_time() + CONNECT_TIMEOUT
     try:
-        with trio.move_on_after(CONNECT_TIMEOUT) as connecting:
+        with trio.move_on_at(latest) as connecting:
             witness = await trio.open_tcp_stream(host, port)
     except OSError:
         return None
@@ -46,8 +58,13 @@ async def ask_holder(
     # A link tries on when nobody is there any more. This connection ends together with the listener.
     async with witness, trio.open_nursery() as nursery:
         nursery.start_soon(_cancel_at_end, witness, nursery.cancel_scope)
-        async with open_dialler(host, port) as link:
-            found = await _converse(link, wire.Inquiry(wire.OLDEST_VERSION, wire.VERSION, wanted, deployment))
+        async with open_dialler(host, port, keys=keys) as link:
+            found = await _greet(link, keys, latest)
+            if found is None:
+                # Whoever has our keys is one of us.
+                is_ours = keys is not None or await _is_trio_mori(host, port)
+                inquiry = wire.Inquiry(wire.OLDEST_VERSION, wire.VERSION, wanted, deployment)
+                found = await _converse(link, inquiry, ANSWER_TIMEOUT if is_ours else STRANGER_TIMEOUT)
             if isinstance(found, wire.Holder) and found.yields and found.deployment == deployment:
                 with trio.move_on_after(patience):
                     await trio.sleep_forever()
@@ -63,13 +80,24 @@ async def _cancel_at_end(stream: trio.SocketStream, scope: trio.CancelScope) -> 
     scope.cancel()
 
 
-async def _converse(link: Link, inquiry: wire.Inquiry) -> wire.Holder | str | None:
-    with trio.move_on_after(CONNECT_TIMEOUT) as connecting:
-        await link.receive()  # that it is connected
-    if connecting.cancelled_caught:
-        return _NO_ZMQ
+async def _greet(link: Link, keys: Keys | None, latest: float) -> str | None:
+    """Wait until it is connected; otherwise say what is there."""
+    with trio.move_on_at(latest):
+        refused = [event for event in await link.receive() if isinstance(event, Refused)]
+        return f"a ZMQ program that this one may not talk to: {refused[0].why}" if refused else None
+    return _NO_ZMQ if keys is None else _NO_KEYS
+
+
+async def _is_trio_mori(host: str, port: int) -> bool:
+    name = b""
+    with trio.move_on_after(NAME_TIMEOUT):
+        name = await fetch_name(host, port)
+    return name == LISTENER
+
+
+async def _converse(link: Link, inquiry: wire.Inquiry, seconds: float) -> wire.Holder | str | None:
     link.send(wire.encode(inquiry))
-    with trio.move_on_after(ANSWER_TIMEOUT):
+    with trio.move_on_after(seconds):
         event = (await link.receive())[0]
         return _understand(event) if isinstance(event, Arrived) else None
     return _SILENT
@@ -93,6 +121,10 @@ def _understand(event: Arrived) -> wire.Holder | str:
 
 # What listens there, in words.
 _NO_ZMQ = "a process that took no ZMQ connection: another program, or a sender that is stopped"
+_NO_KEYS = (
+    "a process that took no ZMQ connection by the keys of this one: another program, a sender that is stopped, or one "
+    "with other keys or none"
+)
 _SILENT = "a process that does not say who it is: a program with another protocol, or a sender that is stuck"
 _STOCK = "a sender of vllm-omni itself"
 _STRANGER = "a program that speaks another protocol"

@@ -10,6 +10,7 @@ import trio
 from ._address import Address, Standing
 from ._config import ConnectorConfig
 from ._errors import ConnectorClosed, NotReady
+from ._keys import Keys
 from ._payload import Plan
 from ._protocol import wire
 from ._scope import open_service
@@ -58,11 +59,18 @@ class Port:
     """
 
     def __init__(
-        self, config: ConnectorConfig, hosts: Sequence[str], *, deployment: wire.Deployment, nursery: trio.Nursery
+        self,
+        config: ConnectorConfig,
+        hosts: Sequence[str],
+        *,
+        deployment: wire.Deployment,
+        keys: Keys | None,
+        nursery: trio.Nursery,
     ) -> None:
         self._config = config
         self._hosts = hosts
         self._deployment = deployment
+        self._keys = keys
         self._nursery = nursery
         self._families: Families = {}
         self._family = _Family()
@@ -78,6 +86,11 @@ class Port:
     def standing(self) -> Standing:
         """What this connector has of its stage's address."""
         return self._own.standing
+
+    @property
+    def refused(self) -> int:
+        """Connections that were not let in, for want of keys, where this connector listens."""
+        return self._own.refused
 
     # --- puts ---------------------------------------------------------------------------------------------
 
@@ -187,6 +200,7 @@ class Port:
             self._config,
             self._hosts,
             deployment=self._deployment,
+            keys=self._keys,
             nursery=self._nursery,
             on_change=changes.unpark_all,
         )
@@ -223,16 +237,19 @@ class Port:
 
 
 @asynccontextmanager
-async def open_port(config: ConnectorConfig, hosts: Sequence[str], deployment: wire.Deployment) -> AsyncIterator[Port]:
+async def open_port(
+    config: ConnectorConfig, hosts: Sequence[str], deployment: wire.Deployment, keys: Keys | None
+) -> AsyncIterator[Port]:
     """A connector's port, to be opened: once this has been left, the address is free, or another instance's.
 
     Args:
         hosts: Addresses to listen on.
+        keys: Whom to let in there; None: everybody.
     """
     port = None
     try:
         async with open_service() as nursery:
-            port = Port(config, hosts, deployment=deployment, nursery=nursery)
+            port = Port(config, hosts, deployment=deployment, keys=keys, nursery=nursery)
             try:
                 yield port
             finally:

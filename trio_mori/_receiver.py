@@ -27,6 +27,7 @@ from ._errors import (
     TrioMoriError,
 )
 from ._gpu import mark, mark_current, wait_over
+from ._keys import Keys
 from ._lease import Lease
 from ._payload import Restored, glance
 from ._payload_types import PayloadTypes
@@ -66,6 +67,7 @@ class Receiver:
         nursery: trio.Nursery,
         deployment: wire.Deployment,
         payload_types: PayloadTypes,
+        keys: Keys | None = None,
     ) -> None:
         size = pool.extents.size
         self.traffic = Traffic()
@@ -82,6 +84,7 @@ class Receiver:
         self.deployment = deployment
         self.payload_types = payload_types
         self._device = None if config.payload_device == "pool" else torch.device(config.payload_device)
+        self.keys = keys
         self._closing = False
         self._placing = False
         self._settled = trio.Event()
@@ -415,6 +418,7 @@ class Receiver:
             endpoint.host,
             endpoint.port,
             config=self.config,
+            keys=self.keys,
             engine=self.engine,
             pool=self._pool,
             book=self.book,

@@ -13,6 +13,7 @@ from ._arrival import StockArrival
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig
 from ._errors import NotReady, PeerLost, RemoteProtocolError, TransferFailed, TrioMoriError
+from ._keys import Keys
 from ._pool import Pool
 from ._protocol import wire
 from ._protocol.extents import INBOUND, Extent
@@ -99,6 +100,7 @@ class StockSender:
         port: int,
         *,
         config: ConnectorConfig,
+        keys: Keys | None,
         engine: Engine,
         pool: Pool,
         book: Inbox,
@@ -110,6 +112,7 @@ class StockSender:
         self._host = host
         self._port = port
         self._config = config
+        self._keys = keys
         self._engine = engine
         self._pool = pool
         self._book = book
@@ -271,7 +274,7 @@ class StockSender:
                     socket.over.set()
 
     async def _connection(self, *, task_status: trio.TaskStatus[_Socket]) -> None:
-        async with open_dialler(self._host, self._port) as link:
+        async with open_dialler(self._host, self._port, keys=self._keys) as link:
             socket = _Socket(link)
             task_status.started(socket)
             await socket.over.wait()

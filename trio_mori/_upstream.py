@@ -12,6 +12,7 @@ import trio
 
 from ._config import ConnectorConfig, Endpoint
 from ._errors import (
+    AuthenticationFailed,
     ConnectorClosed,
     DescriptorRefused,
     EngineMismatch,
@@ -19,6 +20,7 @@ from ._errors import (
     RemoteProtocolError,
     TrioMoriError,
 )
+from ._keys import Keys
 from ._offers import find_offer, offer_of
 from ._protocol import interests as book
 from ._protocol import wire
@@ -27,7 +29,7 @@ from ._protocol.interests import Channel, Interest
 from ._stock import StockSender
 from ._unix import LOCAL_PREFIX, open_unix_dialler
 from ._zmq import open_dialler
-from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Link
+from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Link, Refused
 
 logger = logging.getLogger("trio_mori.receiver")
 
@@ -42,6 +44,7 @@ class Surroundings(Protocol):
     engine: Engine
     nursery: trio.Nursery
     deployment: wire.Deployment
+    keys: Keys | None
     book: Inbox
 
     def flush(self) -> None:
@@ -90,6 +93,7 @@ class Upstream:
         self._around = surroundings
         self._remote: Link | None = None
         self._connected = False  # the remote link
+        self._barred = ""  # why not, if the keys are why
         self._local: Link | None = None
         self._tried: set[str] = set()
         self._composing = False
@@ -100,7 +104,7 @@ class Upstream:
 
     async def talk(self) -> None:
         """Dial, listen, and dial again, until cancelled."""
-        async with open_dialler(self.endpoint.host, self.endpoint.port) as link:
+        async with open_dialler(self.endpoint.host, self.endpoint.port, keys=self._around.keys) as link:
             self._remote = link
             try:
                 while True:
@@ -109,12 +113,19 @@ class Upstream:
                             self._on_arrival(event)
                         elif isinstance(event, Connected):
                             self._connected = True
+                            self._barred = ""
                             if self._local is None:
+                                if self.refusal is not None:
+                                    self.dialect = Dialect()
                                 self._say_hello(self.channel.generation + 1)
                         elif isinstance(event, Disconnected):
                             self._connected = False
                             if self._local is None:
                                 self._on_disconnected()
+                        elif isinstance(event, Refused):
+                            self._barred = event.why
+                            if self._local is None:
+                                self._on_barred()
                     self._around.flush()
             finally:
                 # Whoever gives something back from now on has nobody to tell.
@@ -139,6 +150,8 @@ class Upstream:
         self._on_disconnected()
         if self._connected:
             self._say_hello(self.channel.generation + 1)
+        elif self._barred:
+            self._on_barred()
         self._around.flush()
 
     async def _follow(self, link: Link) -> None:
@@ -185,6 +198,11 @@ class Upstream:
             return self._pulse >= self.channel.sequence
         # Between two links: what was said on the first one may be lost, and is said once more on the next.
         return self.channel.epoch is None or not self._reachable
+
+    @property
+    def is_barred(self) -> bool:
+        """Whether the sender and this side do not accept each other's keys."""
+        return bool(self._barred) and self._local is None
 
     @property
     def _reachable(self) -> bool:
@@ -314,6 +332,10 @@ class Upstream:
         self._around.book.fail_all(self.channel, book.MISMATCH, str(error))
         self.dialect.refusal = error
         self.dialect.known.set()
+
+    def _on_barred(self) -> None:
+        address = self.endpoint.address
+        self._refuse(AuthenticationFailed(f"no connection to the sender {address}: {self._barred}", peer=address))
 
     def _mismatch(self, body: wire.Mismatch) -> EngineMismatch:
         ours = self._around.engine.name

@@ -23,6 +23,7 @@ __all__ = [
     "EnginePeer",
     "Link",
     "LinkEvent",
+    "Refused",
     "Region",
     "Write",
 ]
@@ -193,7 +194,18 @@ class Disconnected:
     route: bytes = b""
 
 
-LinkEvent = Arrived | Connected | Disconnected
+@attrs.frozen
+class Refused:
+    """Whoever listens there and this side do not accept each other's keys (dialling links only). It is tried on.
+
+    Attributes:
+        why: In words, with what to do.
+    """
+
+    why: str
+
+
+LinkEvent = Arrived | Connected | Disconnected | Refused
 
 
 class Link(ABC):

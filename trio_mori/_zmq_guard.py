@@ -1,0 +1,136 @@
+"""Who may connect to a secured listener: asked by libzmq for each peer, and told of those that did not come so far."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket as system
+from collections.abc import Sequence
+
+import trio
+import zmq
+
+from ._keys import Keys
+from ._zmq_socket import Happened, Monitor, Socket, ZmqTransport, encode_key
+
+logger = logging.getLogger("trio_mori.security")
+
+# Where libzmq asks, in every context (its RFC 27).
+_ASKED_AT = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+
+# Refusals that are remembered as logged. A peer that tries again and again is named once.
+_LOGGED = 256
+
+_ACCEPTED = int(zmq.EVENT_ACCEPTED)
+_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+_FAILED_AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_FAILED_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_FAILED_SILENTLY = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+HANDSHAKES = _ACCEPTED | _DISCONNECTED | _FAILED_AUTH | _FAILED_PROTOCOL | _FAILED_SILENTLY | _SUCCEEDED
+
+MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+_CRYPTOGRAPHIC = int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
+
+_WHY = {
+    MISMATCH: "it has no keys: a stock peer, or one without curve_secret_key",
+    _CRYPTOGRAPHIC: "it dialled with another key than this sender's: its curve_sender_key is wrong",
+}
+_NO_WORD = "it hung up during the handshake: it has no keys, as a stock peer, or is no ZMQ program"
+
+
+class Guard:
+    """Answers libzmq, and counts and names those that were refused.
+
+    Attributes:
+        refused: Connections that did not get through the handshake.
+    """
+
+    def __init__(self, keys: Keys, address: str) -> None:
+        self.refused = 0
+        self._allowed = keys.allowed
+        self._address = address
+        self._hosts: dict[int, str] = {}  # of connections whose handshake is under way, by descriptor
+        self._logged: dict[tuple[str, str], None] = {}
+
+    # --- before ---------------------------------------------------------------------------------------------
+
+    async def answer(self, zap: Socket) -> None:
+        """Say of each peer whether it may come in, until cancelled."""
+        transport = ZmqTransport(zap)
+        while True:
+            while not transport.settle():
+                await trio.lowlevel.wait_readable(transport.fd)
+            zap.send_multipart(self._decide(zap.recv_multipart(zmq.DONTWAIT)), zmq.DONTWAIT)
+            await trio.lowlevel.checkpoint()
+
+    def _decide(self, request: Sequence[bytes]) -> list[bytes]:
+        number = request[1] if len(request) > 1 else b""
+        name = None
+        if len(request) == 7 and request[0] == _VERSION and request[5] == b"CURVE" and len(request[6]) == 32:
+            key = encode_key(request[6])
+            name = self._allowed.get(key)
+            if name is None:
+                host = request[3].decode("ascii", "replace")
+                self._log(host, f"its key {key.decode()} is none of curve_allowed_keys")
+        code, text = (b"400", b"key not allowed") if name is None else (b"200", b"OK")
+        return [_VERSION, number, code, text, b"" if name is None else name.encode(), b""]
+
+    # --- after ----------------------------------------------------------------------------------------------
+
+    async def follow(self, monitor: Monitor) -> None:
+        """Count the handshakes that failed, until cancelled."""
+        failed: Happened | None = None
+        while True:
+            happened = await monitor.wait()
+            if happened.event == _ACCEPTED:
+                self._hosts[happened.value] = _host_of(happened.value)
+            elif happened.event == _DISCONNECTED:
+                host = self._hosts.pop(happened.value, "a peer")
+                if failed is not None:  # libzmq says of which connection it spoke right afterwards
+                    self._count(failed, host)
+                failed = None
+            elif happened.event != _SUCCEEDED:
+                failed = happened
+
+    def _count(self, failed: Happened, host: str) -> None:
+        self.refused += 1
+        if failed.event == _FAILED_PROTOCOL:
+            self._log(host, _WHY.get(failed.value, "it breaks the protocol of the handshake"))
+        elif failed.event == _FAILED_SILENTLY:
+            self._log(host, _NO_WORD)
+
+    def _log(self, host: str, why: str) -> None:
+        if (host, why) in self._logged:
+            return
+        if len(self._logged) == _LOGGED:
+            self._logged.clear()
+        self._logged[host, why] = None
+        logger.warning(
+            "%s refused a connection from %s: %s (further ones are counted, not logged)",
+            self._address,
+            host,
+            why,
+            extra={"event": "peer_refused", "address": self._address, "peer": host, "reason": why},
+        )
+
+
+def open_desk(zap: Socket) -> None:
+    """Have libzmq ask this socket. What it asks waits until `Guard.answer` runs."""
+    zap.bind(_ASKED_AT)
+
+
+def _host_of(descriptor: int) -> str:
+    """Who is at the other end of a connection, as far as it can still be told: it may be over, and be another."""
+    try:
+        copy = os.dup(descriptor)
+        try:
+            connection = system.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            raise
+        with connection:
+            return str(connection.getpeername()[0])
+    except OSError:
+        return "a peer that is gone"
