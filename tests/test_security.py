@@ -199,10 +199,9 @@ async def test_a_receiver_whose_key_is_not_allowed_is_told_and_named(
         await wait_until(lambda: refused_by(pair.sender))
         await assert_works(pair)
     key = ring.keys("stranger", sender="sender").public.decode()
-    named = [record for record in caplog.records if getattr(record, "event", "") == "peer_refused"]
-    assert key in named[0].getMessage()
-    assert "127.0.0.1" in named[0].getMessage()
-    assert len(named) == 1
+    named = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "peer_refused"]
+    [message] = [message for message in named if key in message]
+    assert "127.0.0.1" in message
 
 
 @deterministic
@@ -281,7 +280,7 @@ async def test_a_stock_receiver_is_refused_at_a_secured_port_and_disturbs_nobody
                 await wait_until(lambda: refused_by(pair.sender))
                 await assert_works(pair)
                 assert pair.sender.statistics().events["malformed_out"] == 0
-    assert "a stock peer" in caplog.text or "as a stock peer" in caplog.text
+    assert "a stock peer" in caplog.text
 
 
 @deterministic

@@ -37,7 +37,7 @@ _WHY = {
     MISMATCH: "it has no keys: a stock peer, or one without curve_secret_key",
     _CRYPTOGRAPHIC: "it dialled with another key than this sender's: its curve_sender_key is wrong",
 }
-_NO_WORD = "it hung up during the handshake: it has no keys, as a stock peer, or is no ZMQ program"
+_NO_WORD = "it hung up during the handshake, as a stock peer does, which has no keys, or a program that ends"
 
 
 class Guard:
