@@ -82,7 +82,7 @@ class Incoming(Protocol):
 class _Puts(Protocol):
     async def put(self, from_stage: str, to_stage: str, key: str, data: object) -> object: ...
 
-    def _lose(self, from_stage: str, to_stage: str, key: str) -> None:
+    def lose(self, from_stage: str, to_stage: str, key: str) -> None:
         """Let the receiver know that nothing comes under this key."""
 
 
@@ -178,7 +178,7 @@ class ChunkSender:
     def _lose(self) -> None:
         """The receiver gets `Gone` where the stream ends: that needs no room."""
         key = chunk_key(self._request_id, self._from_stage, self._sent)
-        self._connector._lose(self._from_stage, self._to_stage, key)
+        self._connector.lose(self._from_stage, self._to_stage, key)
 
 
 def _reason(error: BaseException) -> str:

@@ -74,7 +74,7 @@ class Connector:
 
         Args:
             data: A tensor, bytes, a `ManagedBuffer` (taken over without a copy if it is this connector's), or a
-                structure of them; see docs/payloads.md.
+                structure of them; see docs/payloads.md. Or the `Plan` of one, from `plan_payload`.
 
         Raises:
             WrongRole: a receiver cannot put.
@@ -301,7 +301,11 @@ class Connector:
         source, _ = self._find_source(key, None)
         return self._receiver.ask(source, full_key(key, from_stage, to_stage), epoch)
 
-    def _lose(self, from_stage: str, to_stage: str, key: str) -> None:
+    def lose(self, from_stage: str, to_stage: str, key: str) -> None:
+        """Let whoever waits for this key, or gets it next, know that nothing comes under it: it is told `Gone`, once.
+
+        Takes no room. What was put under the key before is delivered first.
+        """
         if self._port is not None and not self._closed:  # a close tells everybody
             self._port.lose(full_key(key, from_stage, to_stage))
 
@@ -325,8 +329,15 @@ class Connector:
         await trio.lowlevel.checkpoint()
         return self.cleanup_nowait(key, from_stage, to_stage)
 
-    def cleanup_nowait(self, key: str, from_stage: str | None = None, to_stage: str | None = None) -> int:
-        """As `cleanup`, at once."""
+    def cleanup_nowait(
+        self, key: str, from_stage: str | None = None, to_stage: str | None = None, *, tell: bool = True
+    ) -> int:
+        """As `cleanup`, at once.
+
+        Args:
+            tell: Let whoever gets one of the payloads next know. Without, a get waits as for one that was never put:
+                for keys that will be used again, so that the new life of a request is not told of the old one.
+        """
         if (from_stage is None) != (to_stage is None):
             raise ValueError(
                 f"cleanup of {key!r} names from_stage={from_stage!r} and to_stage={to_stage!r}; give both or neither"
@@ -334,7 +345,7 @@ class Connector:
         edge = None if from_stage is None else f"{from_stage}_{to_stage}"
         dropped = self._receiver.cancel(key, edge)
         if self._port is not None:
-            dropped += self._port.cleanup(key, edge)
+            dropped += self._port.cleanup(key, edge, tell=tell)
         return dropped
 
     def update_sender_info(self, host: str, port: int) -> None:

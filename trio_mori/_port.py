@@ -144,10 +144,10 @@ class Port:
             finally:
                 eldest.puts -= 1
 
-    def cleanup(self, name: str, edge: str | None) -> int:
-        """See `Connector.cleanup`."""
+    def cleanup(self, name: str, edge: str | None, *, tell: bool = True) -> int:
+        """See `Connector.cleanup_nowait`."""
         members = self._family.members
-        return members[0].sender.cleanup(name, edge) if self._own in members else 0
+        return members[0].sender.cleanup(name, edge, tell=tell) if self._own in members else 0
 
     def lose(self, key: str) -> None:
         """See `Sender.lose`."""

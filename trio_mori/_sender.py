@@ -88,7 +88,7 @@ class Sender:
                 await wait_over(mark_current(self._pool.region.tensor.device))
             return self._publish_buffer(key, await data.detach(OUTBOUND), size)
         await trio.lowlevel.checkpoint_if_cancelled()
-        plan = plan_payload(data)
+        plan = data if isinstance(data, _payload.Plan) else plan_payload(data)
         try:
             reservation = self.reserve_nowait(key, plan)
         except NoRoom:
@@ -160,10 +160,10 @@ class Sender:
         self.book.unstage(entry)
         self.note_progress()
 
-    def cleanup(self, name: str, edge: str | None) -> int:
-        """Drop the payload under a key and all chunks of a request; whoever fetches one next is told."""
+    def cleanup(self, name: str, edge: str | None, *, tell: bool = True) -> int:
+        """Drop the payload under a key and all chunks of a request; whoever fetches one next may be told."""
         entries = [e for e in self.book.shelf.named(name) if edge is None or edge_of(e.key) == edge]
-        count = self.book.cleanup(entries)
+        count = self.book.cleanup(entries, tell=tell)
         self.flush()
         return count
 

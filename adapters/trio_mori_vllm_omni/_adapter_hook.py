@@ -11,7 +11,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+from ._adapter_choice import Choice
 
 logger = logging.getLogger("trio_mori.vllm_omni")
 
@@ -28,7 +31,7 @@ def install() -> bool:
     module = sys.modules.get(ADAPTER)
     if module is None:
         return False
-    adapter = getattr(module, CLASS, None)
+    adapter = _stock_class(module)
     original = getattr(adapter, METHOD, None)
     if original is None:
         if not _warned:
@@ -46,10 +49,16 @@ def install() -> bool:
 
 def remove() -> None:
     """Restore the adapter as it was."""
-    adapter = getattr(sys.modules.get(ADAPTER), CLASS, None)
+    adapter = _stock_class(sys.modules.get(ADAPTER))
     stock = getattr(getattr(adapter, METHOD, None), "stock", None)
     if stock is not None:
         setattr(adapter, METHOD, stock)
+
+
+def _stock_class(module: ModuleType | None) -> Any:
+    """vllm-omni's own, also where the name is bound to a choice."""
+    bound = getattr(module, CLASS, None)
+    return bound.stock if isinstance(bound, Choice) else bound
 
 
 def _told(original: _Original) -> _Original:

@@ -90,6 +90,10 @@ class Shared:
                 self._cores[role] = await self._nursery.start(self._host, role)
             return self._cores[role]
 
+    def core_now(self, role: str) -> Core | None:
+        """The sender or the receiver, if it is open."""
+        return self._cores.get(role)
+
     async def _host(self, role: str, *, task_status: trio.TaskStatus[Core]) -> None:
         self._hosts += 1
         opened = False

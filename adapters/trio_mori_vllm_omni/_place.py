@@ -24,7 +24,9 @@ _STOCK_BACKEND = "rdma"
 CLOSE_GRACE = 1.0
 
 # Keys that are for vllm-omni, for the registration, or worked out here.
-_NOT_HANDED_ON = frozenset(("replace_stock", "outgoing", "type", "role", "sender_host", "sender_zmq_port", "zmq_port"))
+_NOT_HANDED_ON = frozenset(
+    ("replace_stock", "chunk_adapter", "outgoing", "type", "role", "sender_host", "sender_zmq_port", "zmq_port")
+)
 
 
 @attrs.frozen

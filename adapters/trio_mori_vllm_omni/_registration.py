@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from . import _adapter_hook
+from . import _adapter_choice, _adapter_hook
 
 logger = logging.getLogger("trio_mori.vllm_omni")
 
@@ -40,14 +40,24 @@ def register() -> None:
     factory = sys.modules.get(FACTORY)
     if factory is not None:
         enter_names(factory)
-    elif not any(isinstance(finder, _FactoryWatch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _FactoryWatch())
+    else:
+        _watch(FACTORY, enter_names)
+    if _adapter_choice.MODULE in sys.modules:
+        _adapter_choice.install(is_ours)
+    else:
+        _watch(_adapter_choice.MODULE, lambda _: _adapter_choice.install(is_ours))
+
+
+def _watch(name: str, then: Callable[[ModuleType], None]) -> None:
+    if not any(isinstance(finder, _Watch) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch(name, then))
 
 
 def unregister() -> None:
     """Restore what vllm-omni had before `register`. Idempotent; connectors that exist go on."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _FactoryWatch)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
     _adapter_hook.remove()
+    _adapter_choice.remove()
     factory = sys.modules.get(FACTORY)
     if factory is None:
         return
@@ -86,6 +96,16 @@ def construct(extra: dict[str, Any]) -> Any:
     return TrioMoriConnector(extra)
 
 
+def is_replaced(extra: dict[str, Any]) -> bool:
+    """Whether the stock name means ours for a connector with this `extra`."""
+    return bool(extra.get(KEY) or (is_switched_on() and KEY not in extra))
+
+
+def is_ours(name: str, extra: dict[str, Any]) -> bool:
+    """Whether a connector of that name, with this `extra`, is ours."""
+    return name == NAME or (name == STOCK_NAME and is_replaced(extra))
+
+
 class _StockOrOurs:
     """What the factory calls for the stock name."""
 
@@ -93,7 +113,7 @@ class _StockOrOurs:
         self.stock = stock
 
     def __call__(self, extra: dict[str, Any]) -> Any:
-        if extra.get(KEY) or (is_switched_on() and KEY not in extra):
+        if is_replaced(extra):
             from ._connector import TrioMoriConnector
 
             # vllm-omni knows the stock name, and has put the ports of stage, rank and replica into its configuration.
@@ -113,24 +133,29 @@ def _registry(factory: ModuleType) -> dict[str, Any]:
     return registry
 
 
-class _FactoryWatch(importlib.abc.MetaPathFinder):
-    """Enters the names right after vllm-omni's factory has been imported, and is gone then."""
+class _Watch(importlib.abc.MetaPathFinder):
+    """Does something right after a module of vllm-omni has been imported, and is gone then."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self._then = then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != FACTORY:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Entering(spec.loader)
+            spec.loader = _Following(spec.loader, self._then)
         return spec
 
 
-class _Entering(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+class _Following(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
+        self._then = then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -139,4 +164,4 @@ class _Entering(importlib.abc.Loader):
         if module.__spec__ is not None:  # whoever asks the module for its source asks this one
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        enter_names(module)
+        self._then(module)

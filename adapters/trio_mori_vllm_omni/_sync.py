@@ -33,6 +33,7 @@ from trio_mori import (
     WrongRole,
     plan_payload,
 )
+from trio_mori import Connector as Core
 
 from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, Shared, home_of_this_process
 from ._place import Place
@@ -184,7 +185,7 @@ class SyncConnector:
             return None
         ahead = None
         try:
-            value = self._received(arrival)
+            value = self.received(arrival)
             ahead = _next_of(get_key, from_stage, value)
         finally:
             # Also of what cannot be read: it would come again, and could be read no better.
@@ -218,7 +219,7 @@ class SyncConnector:
             client.shared.reasons.note("get", error)
             return None
         try:
-            return self._received(arrival), arrival.size
+            return self.received(arrival), arrival.size
         finally:
             self._post_last(partial(client.shared.finish, arrival, edge, source))
 
@@ -233,6 +234,14 @@ class SyncConnector:
                 "give sender_host and sender_zmq_port"
             )
         return str(host), int(port)
+
+    def plan(self, data: Any) -> Plan:
+        """A payload as the core connectors put it. In any thread.
+
+        Raises:
+            UnsupportedPayload: it cannot be sent.
+        """
+        return self._plan(data)[0]
 
     def _plan(self, data: Any) -> tuple[Plan, bool]:
         """How it will lie in the pool, and whether all of it is in host memory now."""
@@ -252,7 +261,8 @@ class SyncConnector:
                 data = bytearray(data)  # alone, bytes would be a raw payload; those that were not are told by this
         return plan_payload(data), is_on_host
 
-    def _received(self, arrival: AnyArrival) -> object:
+    def received(self, arrival: AnyArrival) -> object:
+        """A payload that came, as vllm-omni knows it, in memory of its own. In any thread."""
         value = arrival.restore()
         if isinstance(arrival, StockArrival) and arrival.is_raw:
             assert isinstance(value, ManagedBuffer)
@@ -372,6 +382,43 @@ class SyncConnector:
         home = self._home
         with suppress(ConnectorClosed):
             home.post(lambda: home.leave_soon(client))
+
+    # --- for the chunk adapter, which is in the loop itself -----------------------------------------------
+
+    @property
+    def home(self) -> Home:
+        """The loop that it is in."""
+        return self._home
+
+    async def open_core(self, role: str) -> Core:
+        """The core connector that sends or receives, opened if it was not. In the loop.
+
+        Raises:
+            ConnectorClosed: closed.
+            others: as `open_connector`.
+        """
+        return await self._require_client_in_loop().shared.core(role)
+
+    def core_now(self, role: str) -> Core | None:
+        """The core connector that sends or receives, if it is open. In the loop."""
+        return self._require_client_in_loop().shared.core_now(role)
+
+    def source(self, key: str, metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """Where the sender of a payload is, as metadata of a `Connector.take`.
+
+        Raises:
+            NoEndpoint: it is not known.
+        """
+        host, port = self._find_source(key, metadata)
+        return {"source_host": host, "source_port": port}
+
+    def _require_client_in_loop(self) -> Client:
+        client = self._client
+        if client is None or client.closed:
+            raise ConnectorClosed(f"the connector of stage {self.stage_id} was closed")
+        return client
+
+    # --- ends ---------------------------------------------------------------------------------------------
 
     def _require_client(self) -> Client:
         self._refuse_fork()

@@ -162,6 +162,16 @@ def test_a_payload_that_was_cleaned_up_is_told_once_to_the_next_fetch() -> None:
     assert session.fetches[2].state is Want.WAITING
 
 
+def test_a_payload_that_was_cleaned_up_quietly_is_told_to_nobody() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    assert desk.book.cleanup([desk.put()], tell=False) == 1
+    assert desk.clean
+    desk.fetch(session, 1)
+    assert codes(desk, session) == []
+    assert session.fetches[1].state is Want.WAITING
+
+
 def test_that_nothing_comes_under_a_key_is_told_to_the_first_that_waits_and_takes_no_room() -> None:
     desk = SenderDesk()
     first, second = desk.meet(b"A"), desk.meet(b"B")

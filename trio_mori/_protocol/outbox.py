@@ -133,15 +133,15 @@ class Outbox:
                 self.shelf.drop(current)
         self._match(entry)
 
-    def cleanup(self, entries: Iterable[Entry]) -> int:
-        """Drop entries, and let the next fetch of each know. Returns how many there were."""
+    def cleanup(self, entries: Iterable[Entry], *, tell: bool = True) -> int:
+        """Drop entries, and let the next fetch of each know unless `tell` is false. Returns how many there were."""
         dropped = [e for e in entries if e.phase is not Phase.DYING]
         for entry in dropped:
-            self._give_up(entry, wire.GONE, "the sender cleaned it up")
+            self._give_up(entry, wire.GONE, "the sender cleaned it up", tell=tell)
         self.counters.cleaned += len(dropped)
         return len(dropped)
 
-    def _give_up(self, entry: Entry, code: int, detail: str) -> None:
+    def _give_up(self, entry: Entry, code: int, detail: str, *, tell: bool = True) -> None:
         holder, phase = entry.holder, entry.phase
         newest = self.shelf.find(entry.key) is entry
         self.shelf.drop(entry)
@@ -149,7 +149,7 @@ class Outbox:
             self._fail(holder, code, detail, settled=True)
         elif isinstance(holder, Fetch) and holder.state is Want.DELIVERED and newest:
             holder.lost = code
-        elif phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and not _is_writing(holder)):
+        elif tell and (phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and not _is_writing(holder))):
             self._bury(entry.key, code)  # who is being written to is told when that ends
 
     # --- receivers' sessions ------------------------------------------------------------------------------

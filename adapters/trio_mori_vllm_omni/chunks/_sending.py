@@ -1,0 +1,188 @@
+"""The loop's half of sending: a task per life of a request, which sends its chunks one after the other.
+
+```
+              put up               done                   there is room
+   queued -------------> at work ---------> built ----------------------------> put, and the next one
+```
+A task ends after the terminal chunk; by a failure, which the next stage is told in the place of the terminal chunk; or
+because it was cut. A terminal chunk that is queued is not cut off: the scheduler's half never cuts such a stream, and
+when the adapter is closed, what is queued is still sent, shielded, for `TERMINAL_GRACE`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+import trio
+
+from trio_mori import ConnectorClosed, KeyRefused, TooBig, TrioMoriError, UnsupportedPayload, WrongRole
+
+from ._bench import Bench, Job
+from ._flows import Ended, Event, Outflow, Outgoing
+from ._marks import failed_terminal
+from ._wire import Wire
+
+logger = logging.getLogger("trio_mori.chunk_adapter")
+
+# For what is left of streams whose end is queued, when the adapter is closed. vllm-omni gives it two seconds in all.
+TERMINAL_GRACE = 1.0
+
+# Other failures of a put may pass: it is tried again so often, after this.
+RETRIES = 3
+PAUSE = 0.05
+_FINAL = (UnsupportedPayload, TooBig, WrongRole, KeyRefused, ConnectorClosed)
+
+
+@attrs.define(eq=False)
+class _Stream:
+    """An outflow, as the loop has it.
+
+    Attributes:
+        job: What builds the first chunk of the queue.
+        sent: Chunks that were put.
+        is_cut: Nothing more of it is to be sent, but `failure` if there is one.
+    """
+
+    flow: Outflow
+    queue: deque[Outgoing] = attrs.field(factory=deque)
+    news: trio.Event = attrs.field(factory=trio.Event)
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+    over: trio.Event = attrs.field(factory=trio.Event)
+    job: Job[object] | None = None
+    sent: int = 0
+    is_cut: bool = False
+    failure: str | None = None
+
+    @property
+    def has_end(self) -> bool:
+        """Whether its terminal chunk is queued."""
+        return bool(self.queue) and self.queue[-1].is_terminal
+
+
+class Sending:
+    """In the loop, in the nursery that it is given.
+
+    Args:
+        forget: Clears what the input processors know of a request. For the worker.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        bench: Bench,
+        nursery: trio.Nursery,
+        tell: Callable[[Event], None],
+        forget: Callable[[str], None],
+    ) -> None:
+        self._wire = wire
+        self._bench = bench
+        self._nursery = nursery
+        self._tell = tell
+        self._forget = forget
+        self._streams: dict[Outflow, _Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def begin(self, flow: Outflow) -> None:
+        """Begin a stream, which waits for the one before it."""
+        stream = self._streams[flow] = _Stream(flow)
+        before = None if flow.after is None else self._streams.get(flow.after)
+        self._nursery.start_soon(self._run, stream, None if before is None else before.over)
+
+    def send(self, flow: Outflow, chunk: Outgoing) -> None:
+        """Queue a chunk. One for a stream that has ended is dropped: that it has is on its way to the scheduler."""
+        stream = self._streams.get(flow)
+        if stream is not None:
+            stream.queue.append(chunk)
+            stream.news.set()
+
+    def cut(self, flow: Outflow, failure: str | None) -> None:
+        """End a stream, unless it has ended."""
+        stream = self._streams.get(flow)
+        if stream is None:
+            return
+        stream.is_cut, stream.failure = True, failure
+        if stream.job is not None:
+            stream.job.is_wanted = False
+        stream.scope.cancel()
+
+    async def _run(self, stream: _Stream, before: trio.Event | None) -> None:
+        failure: str | None = None
+        external_id = stream.flow.external_id
+        try:
+            if before is not None:
+                await before.wait()
+            self._wire.clean(external_id)  # what is left of an earlier request of this name
+            try:
+                with stream.scope:
+                    await self._send_all_but_for_a_cut(stream)
+            except Exception as error:  # noqa: BLE001 - told in the scheduler's thread, and to the next stage
+                failure = stream.failure = f"{type(error).__name__}: {error}"
+                logger.error("request %s cannot be sent on: %s", external_id, failure)
+            if stream.failure is not None:
+                await self._send_failure(stream, stream.failure)
+            elif stream.is_cut:
+                self._wire.clean(external_id)
+            self._bench.put_up(partial(self._forget, external_id))
+        finally:
+            del self._streams[stream.flow]
+            stream.over.set()
+        self._tell(Ended(stream.flow, failure))
+
+    async def _send_all_but_for_a_cut(self, stream: _Stream) -> None:
+        try:
+            await self._send_all(stream)
+        except trio.Cancelled:
+            if stream.has_end and not stream.is_cut:
+                with trio.move_on_after(TERMINAL_GRACE, shield=True):
+                    await self._send_all(stream)
+            raise
+
+    async def _send_all(self, stream: _Stream) -> None:
+        while True:
+            if not stream.queue:
+                stream.news = trio.Event()
+                await stream.news.wait()
+            chunk = stream.queue[0]
+            if stream.job is None:
+                stream.job = self._bench.put_up(partial(chunk.build, stream.sent))
+            await stream.job.done.wait()
+            planned = stream.job.result()
+            if planned is not None:
+                await self._put(stream, planned)
+            stream.job = None
+            stream.queue.popleft()
+            if chunk.is_terminal:
+                return
+
+    async def _put(self, stream: _Stream, planned: object) -> None:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                await self._wire.put(stream.flow.external_id, stream.sent, planned)
+                break
+            except _FINAL:
+                raise
+            except TrioMoriError as error:
+                if attempt > RETRIES:
+                    raise
+                logger.info("a chunk of %s is put again: %s", stream.flow.external_id, error)
+                await trio.sleep(PAUSE)
+        stream.sent += 1
+
+    async def _send_failure(self, stream: _Stream, reason: str) -> None:
+        """Tell the next stage, shielded: if there is no room for a reason, that nothing comes."""
+        try:
+            with trio.move_on_after(TERMINAL_GRACE, shield=True) as scope:
+                await self._put(stream, self._wire.planned(failed_terminal(reason)))
+            if not scope.cancelled_caught:
+                return
+        except TrioMoriError as error:
+            logger.warning("the next stage is not told why %s failed: %s", stream.flow.external_id, error)
+        self._wire.lose(stream.flow.external_id, stream.sent)
