@@ -170,7 +170,10 @@ class Receiver:
             return Ask(self, endpoint, key, None)
         if upstream.refusal is not None:
             raise upstream.refusal
-        interest = self.book.post(upstream.channel, key, epoch=epoch)
+        if key in upstream.parked and upstream.parked[key].failure is not None:
+            interest = upstream.parked.pop(key)  # what was told to a call that was cancelled just then
+        else:
+            interest = self.book.post(upstream.channel, key, epoch=epoch)
         self.flush()
         return Ask(self, endpoint, key, interest)
 
@@ -268,6 +271,9 @@ class Receiver:
                 await self._park(interest)
         except BaseException:
             self.give_back(interest)
+            if interest.failure is not None and interest.failure[0] in (wire.EXPIRED, wire.GONE):
+                # The sender says so once, and did as the cancellation was on its way: the next call is told.
+                self._upstream_of(interest.channel).parked.setdefault(interest.key, interest)
             raise
         if interest.failure is not None and interest.failure[0] == CHANGED_DIALECT:
             return False

@@ -33,6 +33,9 @@ from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Link, Ref
 
 logger = logging.getLogger("trio_mori.receiver")
 
+# How often in a row a sender may not have understood a hello before it counts as one that never does.
+_HELLOS = 3
+
 # A reason of `Interest.failure` beside those of the book: the peer turned out to speak the other dialect.
 CHANGED_DIALECT = 301
 
@@ -99,6 +102,7 @@ class Upstream:
         self._composing = False
         self._last_heard = inf
         self._pulse = 0  # number of the last heartbeat that was answered
+        self._misunderstood = 0  # since the last welcome
 
     # --- the connection -----------------------------------------------------------------------------------
 
@@ -271,7 +275,7 @@ class Upstream:
             body = wire.decode_from_sender(event.frames)
             self._last_heard = now = trio.current_time()
             if isinstance(body, wire.VersionRange):
-                self._refuse(self._other_version(body))
+                self._on_version_range(body)
             elif body.session != channel.token or body.generation != channel.generation:
                 return
             elif isinstance(body, wire.Welcome):
@@ -285,6 +289,21 @@ class Upstream:
         except RemoteProtocolError as error:
             self.malformed += 1
             logger.warning("from %s: %s", self.endpoint.address, error)
+
+    def _on_version_range(self, body: wire.VersionRange) -> None:
+        """The sender could not understand something: it is of another release, or a message did not come whole."""
+        if body.newest < wire.OLDEST_VERSION or body.oldest > wire.VERSION:
+            self._refuse(self._other_version(body))
+            return
+        self._misunderstood += 1
+        what = f"the sender {self.endpoint.address} could not understand a message of this side"
+        if self._misunderstood <= _HELLOS:
+            # What was in the message has to be said again, and after a hello everything is.
+            self._say_hello(self.channel.generation + 1)
+        else:
+            self._refuse(RemoteProtocolError(f"{what}, nor {_HELLOS} hellos: install the same release at both ends"))
+            self.channel.lost_since = inf  # it is there, and greeted again at each heartbeat
+        raise RemoteProtocolError(what)
 
     def _on_replies(self, body: wire.Replies, now: float) -> None:
         channel = self.channel
@@ -305,6 +324,7 @@ class Upstream:
             around.book.rename(channel, os.urandom(16))
             self._say_hello(channel.generation + 1)
             return
+        self._misunderstood = 0
         self.dialect.refusal = None
         self.dialect.known.set()
         if peer is not None:
@@ -318,6 +338,8 @@ class Upstream:
         """A stock sender answers our hello, and nothing else on this connection."""
         if wire.decode_stock_answer(event.frames) != wire.TRANSFER_ERROR or self.stock is not None:
             return
+        if self.channel.up:
+            raise RemoteProtocolError("a native sender does not answer so: what we sent did not come whole")
         logger.info("sender %s speaks the vllm-omni dialect", self.endpoint.address)
         self.stock = self._around.stock_sender(self.endpoint)
         self.channel.lost_since = self._last_heard = inf

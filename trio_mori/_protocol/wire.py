@@ -298,8 +298,8 @@ def encode_batch(batch: Requests | Replies) -> tuple[list[bytes], int]:
 
 
 def is_native(frames: Sequence[bytes]) -> bool:
-    """Whether a message claims to be of the native dialect."""
-    return len(frames) == 2 and frames[0] == MAGIC
+    """Whether a message claims to be of the native dialect, also if it did not come whole."""
+    return bool(frames) and frames[0] == MAGIC
 
 
 def decode_from_receiver(frames: Sequence[bytes]) -> FromReceiver:
@@ -330,8 +330,8 @@ def decode_from_holder(frames: Sequence[bytes]) -> FromHolder:
 
 
 def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[_Body]) -> _Body:
-    if not is_native(frames):
-        raise RemoteProtocolError(f"not a native message: {len(frames)} frames, the first is not {MAGIC!r}")
+    if len(frames) != 2 or frames[0] != MAGIC:
+        raise RemoteProtocolError(f"not a native message: {len(frames)} frames, or the first is not {MAGIC!r}")
     body = frames[1]
     if len(body) > MAX_BODY or body[:1] != b"\xc1":
         raise RemoteProtocolError(f"native message of {len(body)} bytes refused: over {MAX_BODY}, or not begun by 0xC1")

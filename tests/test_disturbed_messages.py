@@ -1,0 +1,108 @@
+"""Messages that did not come whole, or came at a bad moment: they cost time, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trio
+from rig import FAST, Pair, assert_free, begin, filled, open_pair, port_of, wait_until
+
+from trio_mori import Gone, RemoteProtocolError
+from trio_mori._protocol import wire
+from trio_mori._reception import NativePeer
+from trio_mori._upstream import Upstream
+from trio_mori._zmq import open_dialler
+from trio_mori.abc import Arrived, Connected
+
+pytestmark = pytest.mark.deterministic
+
+NOT_UNDERSTOOD = wire.encode(wire.VersionRange(wire.OLDEST_VERSION, wire.VERSION))
+
+
+def say_to_receiver(pair: Pair, frames: list[bytes]) -> None:
+    """Have the sender send this to its one receiver."""
+    assert pair.sender._sender is not None
+    (session,) = pair.sender._sender.book.sessions.values()
+    peer = session.handle
+    assert isinstance(peer, NativePeer)
+    peer.link.send(frames, peer.route)
+
+
+def upstream_of(pair: Pair) -> Upstream:
+    (upstream,) = pair.receiver._receiver.upstreams.values()
+    return upstream
+
+
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_message_that_the_sender_could_not_understand_is_made_good_for_by_another_hello(times: int) -> None:
+    async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
+        outcome = await pair.get_later(nursery, "k")
+        generation = upstream_of(pair).channel.generation
+        for _ in range(times):
+            say_to_receiver(pair, NOT_UNDERSTOOD)
+        await wait_until(lambda: upstream_of(pair).channel.generation > generation and upstream_of(pair).channel.up)
+        await pair.put("k", filled(1000))
+        value = await outcome.wait()
+        assert isinstance(value, torch.Tensor)
+        assert torch.equal(value, filled(1000))
+        assert pair.receiver.statistics().events["malformed_in"] >= 1
+        await pair.assert_whole()
+
+
+async def test_a_sender_that_understands_no_hello_is_refused_by_name_and_greeted_again_at_each_heartbeat() -> None:
+    async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
+        outcome = await pair.get_later(nursery, "k")
+        for _ in range(5):
+            say_to_receiver(pair, NOT_UNDERSTOOD)
+        with pytest.raises(RemoteProtocolError, match="could not understand a message of this side, nor 3 hellos"):
+            await outcome.wait()
+        await wait_until(lambda: upstream_of(pair).channel.up and upstream_of(pair).refusal is None)
+        await pair.assert_whole()
+
+
+async def test_a_sender_that_speaks_the_native_dialect_is_never_taken_for_a_stock_one_on_that_connection() -> None:
+    async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
+        outcome = await pair.get_later(nursery, "k")
+        say_to_receiver(pair, wire.encode_stock_answer(wire.TRANSFER_ERROR))
+        await wait_until(lambda: pair.receiver.statistics().events["malformed_in"] == 1)
+        assert upstream_of(pair).stock is None
+        await pair.put("k", {"a": 1})
+        assert await outcome.wait() == {"a": 1}
+        await pair.assert_whole()
+
+
+@pytest.mark.parametrize("frames", [[wire.MAGIC], [wire.MAGIC, b"\xc1"], [wire.MAGIC, b"\xc1\x90", b""]], ids=len)
+async def test_what_is_left_of_a_native_message_is_never_answered_as_a_stock_sender_would(frames: list[bytes]) -> None:
+    async with open_pair() as pair, open_dialler("127.0.0.1", port_of(pair.sender)) as link:
+        assert await link.receive() == [Connected()]
+        link.send(frames)
+        assert await link.receive() == [Arrived(NOT_UNDERSTOOD)]
+        assert pair.sender.statistics().events["malformed_out"] == 1
+        await pair.assert_whole()
+
+
+@pytest.mark.parametrize("as_chunk", [False, True])
+async def test_the_news_that_a_payload_is_gone_outlives_the_call_that_was_cancelled_when_it_came(
+    as_chunk: bool,
+) -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        receiver = pair.receiver._receiver
+
+        async def receive() -> object:
+            if not as_chunk:
+                return await pair.get("k")
+            return await pair.receiver._ask("0", "1", "k", None).receive()
+
+        outcome = begin(nursery, receive)
+        await wait_until(pair.parked)
+        channel = upstream_of(pair).channel
+        (interest,) = channel.interests.values()
+        outcome.scope.cancel()
+        receiver.book.on_message(channel, wire.Failed(interest.id, wire.GONE, "", True), trio.current_time())
+        receiver.flush()
+        await outcome.over.wait()
+        assert outcome.scope.cancelled_caught
+        with pytest.raises(Gone):
+            await receive()
+        await assert_free(pair.sender, pair.receiver)
+        await pair.assert_whole()
