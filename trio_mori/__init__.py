@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from ._errors import WrongRole as WrongRole
     from ._lease import Lease as Lease
     from ._payload import Plan as Plan
+    from ._quarantine import Quarantined as Quarantined
     from ._staging import Reservation as Reservation
     from ._staging import plan_payload as plan_payload
     from ._statistics import ConnectorStatistics as ConnectorStatistics
@@ -103,6 +104,7 @@ _HOMES = {
     ),
     "_lease": ("Lease",),
     "_payload": ("Plan",),
+    "_quarantine": ("Quarantined",),
     "_staging": ("Reservation", "plan_payload"),
     "_statistics": ("ConnectorStatistics", "Receipt"),
 }

@@ -18,6 +18,7 @@ from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk
 from ._config import ConnectorConfig, Endpoint, named_endpoint, resolve_host, warn_if_exposed
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
+from ._events import CLOSED, OPEN
 from ._key_files import load_keys
 from ._lease import Lease
 from ._payload import Plan
@@ -35,6 +36,9 @@ from ._statistics import ConnectorStatistics, Receipt
 from .abc import Engine
 
 logger = logging.getLogger("trio_mori.connector")
+
+# Pieces in quarantine that `health` names, the oldest; all of them are in `statistics`.
+NAMED = 16
 
 
 class Connector:
@@ -383,7 +387,7 @@ class Connector:
             events["malformed_out"] = sender.reception.malformed + sender.reception.stock.malformed
         pool = self._pool.statistics()
         held["free"] = pool.free
-        events["refused_senders"] = sum(u.is_barred for u in receiver.upstreams.values())
+        events["refused_senders"] = receiver.refusals
         events["refused_peers"] = 0 if self._port is None else self._port.refused
         return ConnectorStatistics(
             pid=os.getpid(),
@@ -397,6 +401,7 @@ class Connector:
             parked=sum(len(c.interests) for c in receiver.book.channels),
             peers=(0 if sender is None else sum(s.connected for s in sender.book.sessions.values()))
             + sum(u.established for u in receiver.upstreams.values()),
+            quarantine=receiver.quarantine() + (() if sender is None else sender.quarantine()),
         )
 
     def health(self) -> dict[str, Any]:
@@ -404,13 +409,12 @@ class Connector:
         timeouts) and the pool by state, what is in flight, quarantined, parked, and the peers.
 
         ``status`` is ``healthy``, ``degraded`` (memory is in quarantine or a write is stuck) or ``unhealthy`` (closed).
+        ``quarantine`` says which memory, for how long, for whose sake and why: the oldest pieces, see `Quarantined`.
         ``port`` says who listens on this stage's address: ``held`` (this connector), ``shared`` (another one of this
         process), ``passive`` (another process); on the way ``opening``, ``yielding``, ``closing``. None for a receiver.
         """
         now = self.statistics()
-        quarantined = now.held.get("quarantined", 0)
-        stuck = now.events.get("out_overdue_writes", 0) if now.in_flight else 0
-        status = "unhealthy" if self._closed else "degraded" if quarantined or stuck else "healthy"
+        status = "unhealthy" if self._closed else "degraded" if now.quarantine else "healthy"
         puts = sum(t.payloads for t in now.put.values())
         gets = sum(t.payloads for t in now.got.values())
         return {
@@ -426,7 +430,8 @@ class Connector:
             "timeouts": now.events["timeouts"] + now.events.get("out_overdue_writes", 0),
             "pool": dict(now.held),
             "in_flight": now.in_flight,
-            "quarantined": quarantined,
+            "quarantined": now.held.get("quarantined", 0),
+            "quarantine": [attrs.asdict(each) for each in now.quarantine[:NAMED]],
             "parked": now.parked,
             "peers": now.peers,
             "port": None if self._port is None else self._port.standing.value,
@@ -544,9 +549,17 @@ async def open_connector(
                 config, engine=engine, pool=pool, sender=sender, receiver=receiver, port=port, endpoint=endpoint
             )
             nursery.start_soon(connector._guard)
-            logger.info("connector open: %s, engine %s, pool %d bytes", endpoint, engine.name, pool.extents.size)
+            size = pool.extents.size
+            extra = {"address": endpoint.address, "role": config.role, "stage": config.stage_id, "engine": engine.name}
+            logger.info(
+                "connector open: %s, engine %s, pool %d bytes",
+                endpoint.address,
+                engine.name,
+                size,
+                extra={"event": OPEN, "size": size, **extra},
+            )
             yield connector
-        logger.info("connector closed: %s", endpoint)
+        logger.info("connector closed: %s", endpoint.address, extra={"event": CLOSED, **extra})
 
 
 def _engine_options(config: ConnectorConfig, host: str) -> dict[str, object]:

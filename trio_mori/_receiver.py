@@ -38,6 +38,7 @@ from ._protocol.extents import INBOUND, Extent
 from ._protocol.inbox import Inbox
 from ._protocol.interests import Channel, Interest, State
 from ._protocol.keys import edge_of, names_of
+from ._quarantine import Quarantined, QuarantineWatch
 from ._stock import StockSender
 from ._traffic import Traffic
 from ._upstream import CHANGED_DIALECT, Upstream
@@ -85,6 +86,7 @@ class Receiver:
         self.payload_types = payload_types
         self._device = None if config.payload_device == "pool" else torch.device(config.payload_device)
         self.keys = keys
+        self._quarantine = QuarantineWatch(self._name_of)
         self._closing = False
         self._placing = False
         self._settled = trio.Event()
@@ -365,6 +367,18 @@ class Receiver:
         if self._closing:
             self._settled.set()
 
+    def quarantine(self) -> tuple[Quarantined, ...]:
+        """What senders may still write to although nobody waits for it."""
+        return self._quarantine.look(self.book.doubts(), trio.current_time())
+
+    def _name_of(self, sender: object) -> str:
+        return self._upstream_of(sender).endpoint.address if isinstance(sender, Channel) else str(sender)
+
+    @property
+    def refusals(self) -> int:
+        """How often a sender and this side did not accept each other's keys."""
+        return sum(u.refusals for u in self.upstreams.values())
+
     @property
     def malformed(self) -> int:
         """Messages of senders that could not be understood."""
@@ -440,6 +454,8 @@ class Receiver:
             await trio.sleep(self.config.heartbeat_interval)
             for upstream in self.upstreams.values():
                 upstream.beat(trio.current_time())
+            # Not what was cancelled a moment ago: its sender answers in a round trip.
+            self._quarantine.tell(self.book.doubts(), trio.current_time(), after=self.config.heartbeat_interval / 2)
             self.flush()
 
     # --- closing ------------------------------------------------------------------------------------------

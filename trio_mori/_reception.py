@@ -12,6 +12,7 @@ import trio
 
 from ._config import ConnectorConfig
 from ._errors import SHORTAGES, ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError
+from ._events import PEER_ENDED
 from ._offers import find_offer, offer_of
 from ._pool import Pool
 from ._protocol import wire
@@ -229,6 +230,8 @@ class Reception:
         """End a session when its process is proven dead."""
         with receiver.fence:
             await self._engine.wait_fenced(receiver.peer)
+            extra = {"event": PEER_ENDED, "peer": receiver.peer.identity}
+            logger.info("receiver %s: its process has ended", receiver.peer.identity, extra=extra)
             self._book.fenced(session, trio.current_time())
             self.drop_receiver(session)
             self._sender.flush()

@@ -14,13 +14,15 @@ from . import _payload
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import ConnectorClosed, NoRoom, TransferFailed
+from ._events import EXPIRED
 from ._gpu import mark_current, wait_over
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
-from ._protocol.entries import Entry, Fetch, Session, Ticket
+from ._protocol.entries import Course, Entry, Fetch, Session, StockCaller, Ticket
 from ._protocol.extents import OUTBOUND, Extent
 from ._protocol.keys import edge_of
 from ._protocol.outbox import Outbox, OutboxLimits
+from ._quarantine import Quarantined, QuarantineWatch
 from ._reception import NativePeer, Reception
 from ._staging import Reservation, plan_payload
 from ._statistics import Receipt
@@ -32,6 +34,9 @@ logger = logging.getLogger("trio_mori.sender")
 
 # How long a close waits for receivers to say that they heard of it. They answer within a round trip.
 FAREWELL = 0.25
+
+# Keys of expired payloads that one line of a log names; all are in its record.
+SHOWN = 5
 
 
 class Sender:
@@ -70,6 +75,7 @@ class Sender:
         self._pool = pool
         self._nursery = nursery
         self.closing = False
+        self._quarantine = QuarantineWatch(_name_of)
         self._settled = trio.Event()  # replaced whenever somebody waits; set when a write or a session ends
         self._nap = trio.CancelScope()
         self._asleep_until = inf
@@ -247,6 +253,8 @@ class Sender:
         if error is not None:
             logger.warning("write of %d bytes of %r failed: %s", ticket.size, ticket.entry.key, error)
         self.book.write_ended(ticket, now, error)
+        if self._quarantine.has_told or ticket.course is Course.UNSETTLED:
+            self._quarantine.tell(self.book.doubts(), now)
         self.note_progress()
         if isinstance(ticket.holder, Fetch) and self.book.has_left(ticket.holder.session):
             self.reception.drop_receiver(ticket.holder.session)
@@ -262,7 +270,25 @@ class Sender:
             with trio.CancelScope(deadline=self._asleep_until) as self._nap:
                 await trio.sleep_forever()
             self.book.expire(trio.current_time())
+            self._tell_expired()
+            self._quarantine.tell(self.book.doubts(), trio.current_time())
             self.flush()
+
+    def _tell_expired(self) -> None:
+        expired, self.book.expired = self.book.expired, []
+        if expired:
+            logger.warning(
+                "%d payloads expired, for nobody fetched them within %g s (buffer_ttl_seconds): %s%s",
+                len(expired),
+                self._config.ttl,
+                ", ".join(expired[:SHOWN]),
+                ", ..." if len(expired) > SHOWN else "",
+                extra={"event": EXPIRED, "keys": expired, "count": len(expired)},
+            )
+
+    def quarantine(self) -> tuple[Quarantined, ...]:
+        """What writes may still read although nobody waits for them."""
+        return self._quarantine.look(self.book.doubts(), trio.current_time())
 
     # --- closing ------------------------------------------------------------------------------------------
 
@@ -306,3 +332,10 @@ class Sender:
             while not condition():
                 self._settled = trio.Event()
                 await self._settled.wait()
+
+
+def _name_of(receiver: object) -> str:
+    assert isinstance(receiver, Fetch | StockCaller)
+    handle = receiver.session.handle if isinstance(receiver, Fetch) else receiver.handle
+    assert isinstance(handle, NativePeer | StockPeer)
+    return handle.peer.identity

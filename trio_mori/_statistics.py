@@ -10,6 +10,7 @@ import attrs
 from . import _stock_payload
 from ._config import Endpoint
 from ._pool import PoolStatistics
+from ._quarantine import Quarantined
 from ._traffic import EdgeTraffic
 
 
@@ -59,6 +60,7 @@ class ConnectorStatistics:
         in_flight: Writes that the engine has not ended.
         parked: Gets and interests that wait.
         peers: Established receivers and senders.
+        quarantine: What is out of use because somebody may still touch it, the oldest first.
     """
 
     pid: int
@@ -71,3 +73,4 @@ class ConnectorStatistics:
     in_flight: int
     parked: int
     peers: int
+    quarantine: tuple[Quarantined, ...] = ()

@@ -236,7 +236,7 @@ class StockSender:
         finally:
             if answer is None and socket.asked:
                 # It may still write. The late answer is the only evidence that it has ended.
-                self._book.doubt(extent)
+                self._book.doubt(extent, self._name)
                 socket.doubted = extent
                 socket.over.set()
             else:

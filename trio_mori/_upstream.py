@@ -20,6 +20,7 @@ from ._errors import (
     RemoteProtocolError,
     TrioMoriError,
 )
+from ._events import PEER_ENDED, PEER_LOST, SENDER_REFUSED
 from ._keys import Keys
 from ._offers import find_offer, offer_of
 from ._protocol import interests as book
@@ -83,6 +84,7 @@ class Upstream:
         parked: What `get_nowait` asked for and nobody has taken yet, by key.
         malformed: Messages that could not be understood.
         timeouts: How often it was given up.
+        refusals: How often it turned out that it and this side do not accept each other's keys.
     """
 
     def __init__(self, endpoint: Endpoint, channel: Channel, surroundings: Surroundings) -> None:
@@ -93,6 +95,7 @@ class Upstream:
         self.parked: dict[str, Interest] = {}
         self.malformed = 0
         self.timeouts = 0
+        self.refusals = 0
         self._around = surroundings
         self._remote: Link | None = None
         self._connected = False  # the remote link
@@ -202,11 +205,6 @@ class Upstream:
             return self._pulse >= self.channel.sequence
         # Between two links: what was said on the first one may be lost, and is said once more on the next.
         return self.channel.epoch is None or not self._reachable
-
-    @property
-    def is_barred(self) -> bool:
-        """Whether the sender and this side do not accept each other's keys."""
-        return bool(self._barred) and self._local is None
 
     @property
     def _reachable(self) -> bool:
@@ -350,13 +348,14 @@ class Upstream:
         self.dialect.known.set()
 
     def _refuse(self, error: TrioMoriError) -> None:
-        logger.warning("%s", error)
+        logger.warning("%s", error, extra={"event": SENDER_REFUSED, "peer": self.endpoint.address})
         self._around.book.fail_all(self.channel, book.MISMATCH, str(error))
         self.dialect.refusal = error
         self.dialect.known.set()
 
     def _on_barred(self) -> None:
         address = self.endpoint.address
+        self.refusals += 1
         self._refuse(AuthenticationFailed(f"no connection to the sender {address}: {self._barred}", peer=address))
 
     def _mismatch(self, body: wire.Mismatch) -> EngineMismatch:
@@ -393,7 +392,8 @@ class Upstream:
         """Free what a sender may write to when its process is proven dead."""
         around = self._around
         await around.engine.wait_fenced(peer)
-        logger.info("sender %s: its process has ended", self.endpoint.address)
+        extra = {"event": PEER_ENDED, "peer": self.endpoint.address}
+        logger.info("sender %s: its process has ended", self.endpoint.address, extra=extra)
         around.engine.drop_peer(peer)
         around.book.fenced(self.channel, epoch, trio.current_time())
         around.note_progress()
@@ -415,7 +415,8 @@ class Upstream:
                 f"the sender {self.endpoint.address} has been silent for {silent:.0f} s (peer_timeout is {limit:g} s); "
                 "its process may have ended, or be stopped or stuck"
             )
-            logger.warning("%s", detail)
+            extra = {"event": PEER_LOST, "peer": self.endpoint.address, "seconds": silent}
+            logger.warning("%s", detail, extra=extra)
             self.timeouts += 1
             around.book.fail_all(channel, book.PEER_LOST, detail)
             if not self.dialect.known.is_set():

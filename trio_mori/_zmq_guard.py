@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import trio
 import zmq
 
+from ._events import PEER_REFUSED
 from ._keys import Keys
 from ._zmq_socket import Happened, Monitor, Socket, ZmqTransport, encode_key
 
@@ -112,7 +113,7 @@ class Guard:
             self._address,
             host,
             why,
-            extra={"event": "peer_refused", "address": self._address, "peer": host, "reason": why},
+            extra={"event": PEER_REFUSED, "address": self._address, "peer": host, "reason": why},
         )
 
 

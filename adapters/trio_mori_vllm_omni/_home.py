@@ -310,6 +310,8 @@ class Shared:
                     merged = total.setdefault(key, {})
                     for name, number in value.items():
                         merged[name] = merged.get(name, 0) + number
+                elif isinstance(value, list):
+                    total[key] = total.get(key, []) + value
                 elif isinstance(value, int):
                     total[key] = total.get(key, 0) + value
                 else:

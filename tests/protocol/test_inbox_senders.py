@@ -253,7 +253,7 @@ def test_when_too_much_is_held_back_nothing_more_is_asked_for(why: str) -> None:
         desk.book.give_back(interest)
         desk.welcome(NEXT)
     else:
-        desk.book.doubt(stock)
+        desk.book.doubt(stock, "stock")
     with pytest.raises(NoRoom, match="quarantine_fraction") as refusal:
         desk.get()
     assert refusal.value.quarantined == desk.book.quarantined == 16 * UNIT
@@ -273,7 +273,7 @@ def test_memory_that_a_stock_sender_was_told_is_its_own_until_it_answers() -> No
         desk.book.expose(extent)
     assert desk.book.held()["posted"] == 3 * UNIT
     desk.book.settle(first, lease=True)
-    desk.book.doubt(second)
+    desk.book.doubt(second, "stock")
     assert desk.book.held() == {"posted": UNIT, "arrived": 0, "leased": UNIT, "quarantined": UNIT}
     assert desk.book.touched == 2
     assert set(desk.book.live_extents()) == {first, second, third}

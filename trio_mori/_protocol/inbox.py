@@ -25,7 +25,8 @@ from math import inf
 import attrs
 
 from .._errors import InternalError, NoRoom, RemoteProtocolError, TooBig
-from . import wire
+from . import doubts, wire
+from .doubts import Doubt
 from .entries import step
 from .extents import INBOUND, Extent, Extents, format_size
 from .interests import (
@@ -103,7 +104,7 @@ class Inbox:
         self.hungry: dict[Interest, None] = {}  # offered, and no room yet; first come, first served
         self._leased: dict[Extent, None] = {}
         self._exposed: dict[Extent, None] = {}
-        self._doubted: dict[Extent, None] = {}
+        self._doubted: dict[Extent, str] = {}
         self._returning: dict[Interest, None] = {}
 
     # --- what callers do ----------------------------------------------------------------------------------
@@ -190,10 +191,10 @@ class Inbox:
         """Keep account of a destination that a stock sender is told, which has no session and no interests."""
         self._exposed[extent] = None
 
-    def doubt(self, extent: Extent) -> None:
-        """The stock sender was given up, and may still write there."""
+    def doubt(self, extent: Extent, sender: str) -> None:
+        """The stock sender of this name was given up, and may still write there."""
         del self._exposed[extent]
-        self._doubted[extent] = None
+        self._doubted[extent] = sender
 
     def settle(self, extent: Extent, *, lease: bool) -> None:
         """The stock sender has answered: the memory is free, or what a caller was given."""
@@ -613,6 +614,18 @@ class Inbox:
         returning = sum(i.extent.size for i in self._returning if i.extent is not None)
         ghosts = sum(e.size for channel in self.channels for extents in channel.ghosts.values() for e in extents)
         return returning + ghosts + sum(e.size for e in self._doubted)
+
+    def doubts(self) -> list[Doubt]:
+        """What `quarantined` counts."""
+        found = [Doubt(extent, extent.size, sender, doubts.UNANSWERED) for extent, sender in self._doubted.items()]
+        for interest in self._returning:
+            extent, channel = interest.extent, interest.channel
+            if extent is not None:
+                found.append(Doubt(extent, extent.size, channel, doubts.UNCONFIRMED if channel.up else doubts.AWAY))
+        for channel in self.channels:
+            for extents in channel.ghosts.values():
+                found += [Doubt(extent, extent.size, channel, doubts.FORMER) for extent in extents]
+        return found
 
     @property
     def touched(self) -> int:

@@ -6,6 +6,7 @@ a deadline) and then carries out what the book left for it:
 * `starting`: writes to start, each ended later by `write_ended`;
 * `talking`: sessions with messages in `Session.outgoing`;
 * `pulls.answers`: replies to stock callers;
+* `expired`: keys of payloads that nobody fetched in time;
 * `forgotten`: sessions that made place for others, whose handles are not needed any more.
 
 **What keeps memory safe.** A write pins its entry from the moment its ticket is made, and a pinned entry's extent is
@@ -34,7 +35,8 @@ import attrs
 import msgspec
 
 from .._errors import KeyBusy, NoRoom, TransferFailed
-from . import wire
+from . import doubts, wire
+from .doubts import Doubt
 from .entries import (
     ENTRY_TABLE,
     WANT_TABLE,
@@ -84,6 +86,7 @@ class Outbox:
         self.starting: list[Ticket] = []
         self.talking: dict[Session, None] = {}
         self.forgotten: list[Session] = []
+        self.expired: list[str] = []
         # The earliest deadline that was set since `next_deadline` was last asked: whoever sleeps longer is woken.
         self.alarm = inf
         self._closing = False
@@ -220,6 +223,14 @@ class Outbox:
     def is_touched(self) -> bool:
         """Whether memory of the pool is read by a write, or written by a put or an encoding, that has not ended."""
         return bool(self.tickets) or bool(self.shelf.staged) or self.shelf.pinned
+
+    def doubts(self) -> list[Doubt]:
+        """Sources of writes that do not end as they should."""
+        return [
+            Doubt(t, t.size, t.holder, doubts.OVERDUE if t.course is Course.OVERDUE else doubts.UNSETTLED)
+            for t in self.tickets
+            if t.course is not Course.RUNNING
+        ]
 
     def is_written_to(self, session: Session) -> bool:
         """Whether a write to it may still be under way."""
@@ -602,6 +613,7 @@ class Outbox:
             self._tell_failed(ticket, Course.OVERDUE, f"{ticket.size} bytes were not written within {seconds:g} s")
         for entry in self.shelf.expired(now):
             self.counters.expired += 1
+            self.expired.append(entry.key)
             self._give_up(entry, wire.EXPIRED, f"not fetched within {self.limits.ttl:g} s")
         for session in silent:
             self._lapse(session)

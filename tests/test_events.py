@@ -1,0 +1,212 @@
+"""What a connector tells of itself: what is in quarantine, for how long and why; and what a log is searched for."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import trio
+from rig import (
+    FAST,
+    LIMIT,
+    UNIT,
+    filled,
+    free_port,
+    open_pair,
+    port_of,
+    receiver_config,
+    sender_config,
+    start_stage,
+    wait_until,
+)
+from trio.testing import MockClock
+
+from trio_mori import PeerLost, TransferFailed, _events, open_connector
+from trio_mori._protocol.doubts import AWAY, FORMER, OVERDUE, UNCONFIRMED, UNSETTLED, Doubt
+from trio_mori._quarantine import QuarantineWatch
+from trio_mori.testing import MemoryFabric
+
+deterministic = pytest.mark.deterministic
+pytestmark = deterministic
+
+OPERATIONS = Path(__file__).parent.parent / "docs" / "operations.md"
+
+
+class Log:
+    """The events among captured records."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.INFO, logger="trio_mori")
+        self._caplog = caplog
+
+    def of(self, event: str) -> list[logging.LogRecord]:
+        """The records of one event."""
+        return [record for record in self._caplog.records if getattr(record, "event", None) == event]
+
+    async def one(self, event: str) -> logging.LogRecord:
+        """The only record of an event, soon."""
+        await wait_until(lambda: self.of(event))
+        [record] = self.of(event)
+        return record
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Log:
+    return Log(caplog)
+
+
+# --- the watch ------------------------------------------------------------------------------------------------
+
+
+def test_time_runs_from_the_first_look_and_anew_after_an_end() -> None:
+    watch = QuarantineWatch(str)
+    first, second = Doubt("a", 1, "peer", AWAY), Doubt("b", 2, "peer", FORMER)
+    assert [each.seconds for each in watch.look([first], 10)] == [0]
+    found = watch.look([second, first], 13)
+    assert [(each.size, each.seconds, each.peer, each.reason) for each in found] == [
+        (1, 3, "peer", AWAY),
+        (2, 0, "peer", FORMER),
+    ]
+    assert watch.look([], 14) == ()
+    assert [each.seconds for each in watch.look([first], 20)] == [0]
+
+
+def test_a_peer_and_reason_are_told_once_and_their_end_too(log: Log) -> None:
+    watch = QuarantineWatch(str)
+    doubts = [Doubt(number, 100, "peer", AWAY) for number in range(3)]
+    watch.tell(doubts, 0, after=1)
+    assert log.of(_events.QUARANTINE) == []
+    for now in (1, 2, 3):
+        watch.tell(doubts, now, after=1)
+    [record] = log.of(_events.QUARANTINE)
+    assert (record.size, record.peer, record.reason) == (300, "peer", AWAY)  # type: ignore[attr-defined]
+    assert watch.has_told
+    watch.tell([], 4)
+    assert len(log.of(_events.QUARANTINE_OVER)) == 1
+    assert not watch.has_told
+
+
+# --- in a connector -------------------------------------------------------------------------------------------
+
+
+async def test_health_says_what_is_in_quarantine_for_whom_for_how_long_and_why(clock: MockClock) -> None:
+    async with open_pair(receiver={"heartbeat_interval": 50, "peer_timeout": 300}) as pair:
+        async with trio.open_nursery() as nursery:
+            outcome = await pair.hold_one(nursery, "k", filled(3 * UNIT))
+            outcome.scope.cancel()
+            await outcome.over.wait()
+            [piece] = pair.receiver.health()["quarantine"]
+            assert piece["size"] >= 3 * UNIT
+            assert piece["reason"] == UNCONFIRMED
+            assert piece["peer"] == f"tcp://127.0.0.1:{port_of(pair.sender)}"
+            clock.jump(7)
+            [piece] = pair.receiver.health()["quarantine"]
+            assert 7 <= piece["seconds"] < 8
+            assert pair.receiver.health()["status"] == "degraded"
+            pair.sender_engine.release()
+            await wait_until(lambda: pair.receiver.health()["quarantine"] == [])
+            assert pair.receiver.health()["status"] == "healthy"
+
+
+async def test_a_write_that_does_not_end_is_told_at_both_ends_until_it_has(log: Log, clock: MockClock) -> None:
+    config = {"heartbeat_interval": 50, "peer_timeout": 300}
+    async with open_pair(sender={"transfer_timeout_base": 5, **config}, receiver=config) as pair:
+        async with trio.open_nursery() as nursery:
+            outcome = await pair.hold_one(nursery, "k", filled(1000))
+            clock.jump(5)
+            with pytest.raises(TransferFailed):
+                await outcome.wait()
+            [piece] = pair.sender.health()["quarantine"]
+            assert (piece["size"], piece["reason"]) == (1000, OVERDUE)
+            assert piece["peer"].startswith("memory-")
+            record = await log.one(_events.QUARANTINE)
+            assert record.reason == OVERDUE  # type: ignore[attr-defined]
+            pair.sender_engine.release()
+            await wait_until(lambda: not pair.sender.health()["quarantine"])
+            assert (await log.one(_events.QUARANTINE_OVER)).reason == OVERDUE  # type: ignore[attr-defined]
+            assert pair.sender.health()["status"] == "healthy"
+
+
+async def test_a_sender_that_had_slow_writes_once_is_not_degraded_by_later_ones(clock: MockClock) -> None:
+    config = {"heartbeat_interval": 50, "peer_timeout": 300}
+    async with open_pair(sender={"transfer_timeout_base": 5, **config}, receiver=config) as pair:
+        async with trio.open_nursery() as nursery:
+            outcome = await pair.hold_one(nursery, "k", filled(1000))
+            clock.jump(5)
+            with pytest.raises(TransferFailed):
+                await outcome.wait()
+            pair.sender_engine.release()
+            await pair.get("k")
+            later = await pair.hold_one(nursery, "later", filled(1000))
+            assert pair.sender.statistics().in_flight == 1
+            assert pair.sender.health()["status"] == "healthy"
+            pair.sender_engine.release()
+            await later.wait()
+
+
+async def test_a_write_that_failed_and_may_go_on_is_told_at_once(log: Log) -> None:
+    async with open_pair(sender={"close_grace": 0}, receiver={"close_grace": 0}) as pair:
+        pair.sender_engine.fail(settled=False)
+        await pair.put("k", filled(1000))
+        with pytest.raises(TransferFailed):
+            await pair.get("k")
+        assert (await log.one(_events.QUARANTINE)).reason == UNSETTLED  # type: ignore[attr-defined]
+        pair.sender_engine.kill()
+
+
+async def test_memory_that_a_lost_sender_may_write_to_is_told_at_a_heartbeat(log: Log) -> None:
+    async with open_pair(receiver={**FAST, "close_grace": 0}, sender={"close_grace": 0}) as pair:
+        async with trio.open_nursery() as nursery:
+            outcome = await pair.hold_one(nursery, "k", filled(UNIT))
+            outcome.scope.cancel()
+            await outcome.over.wait()
+            record = await log.one(_events.QUARANTINE)
+            assert record.peer == f"tcp://127.0.0.1:{port_of(pair.sender)}"  # type: ignore[attr-defined]
+            pair.sender_engine.release()
+            await log.one(_events.QUARANTINE_OVER)
+
+
+async def test_what_expires_is_told_by_key(log: Log, clock: MockClock) -> None:
+    async with open_pair(sender={"buffer_ttl_seconds": 10}) as pair:
+        for number in range(7):
+            await pair.put(f"k{number}", filled(10))
+        clock.jump(10)
+        record = await log.one(_events.EXPIRED)
+        assert record.count == 7  # type: ignore[attr-defined]
+        assert record.keys == [f"k{number}@0_1" for number in range(7)]  # type: ignore[attr-defined]
+        assert record.getMessage().endswith("k4@0_1, ...")
+
+
+async def test_opening_and_closing_are_told(log: Log) -> None:
+    async with MemoryFabric().open() as engine:
+        async with open_connector(sender_config(stage_id=3), engine=engine) as connector:
+            record = await log.one(_events.OPEN)
+            assert record.address == f"tcp://127.0.0.1:{port_of(connector)}"  # type: ignore[attr-defined]
+            assert (record.role, record.stage, record.engine) == ("sender", 3, "memory")  # type: ignore[attr-defined]
+            assert log.of(_events.CLOSED) == []
+        await log.one(_events.CLOSED)
+
+
+async def test_a_lost_sender_and_a_process_that_ended_are_told(log: Log) -> None:
+    port = free_port()
+    fabric = MemoryFabric()
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery:
+            sender = await start_stage(nursery, fabric, **sender_config() | {"zmq_port": port})
+            receiver = await start_stage(nursery, fabric, **receiver_config(port, **FAST))
+            await sender.connector.put("0", "1", "k", b"x")
+            await receiver.connector.get("0", "1", "k")
+            await sender.crash()
+            with pytest.raises(PeerLost):
+                await receiver.connector.get("0", "1", "never")
+            address = f"tcp://127.0.0.1:{port}"
+            assert (await log.one(_events.PEER_LOST)).peer == address  # type: ignore[attr-defined]
+            assert (await log.one(_events.PEER_ENDED)).peer == address  # type: ignore[attr-defined]
+            await receiver.close()
+
+
+def test_the_documentation_names_every_event() -> None:
+    named = set(re.findall(r"^\| `(\w+)` \|", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {value for name, value in vars(_events).items() if name.isupper()} <= named

@@ -1,0 +1,13 @@
+"""The events that a log can be searched for: the `event` of a record, with fields beside it; see docs/operations.md."""
+
+from __future__ import annotations
+
+OPEN = "connector_open"
+CLOSED = "connector_closed"
+PEER_LOST = "peer_lost"
+PEER_ENDED = "peer_ended"
+PEER_REFUSED = "peer_refused"
+SENDER_REFUSED = "sender_refused"
+QUARANTINE = "quarantine"
+QUARANTINE_OVER = "quarantine_over"
+EXPIRED = "expired"
