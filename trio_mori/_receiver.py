@@ -532,6 +532,8 @@ class Ask:
 
 
 def _restore_on(stream: torch.cuda.Stream | None, arrival: Arrival | StockArrival) -> object:
+    if stream is None:  # the context takes 17 us for doing nothing, and after a pause 100
+        return arrival.restore()
     with torch.cuda.stream(stream):
         return arrival.restore()
 
