@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -94,20 +95,65 @@ async def test_reserve_waits_until_somebody_frees_through_the_books() -> None:
     assert list(pool.extents) == [requests.granted["a"]]
 
 
-async def test_waiters_are_served_in_order_and_a_small_one_does_not_pass_a_large_one() -> None:
+async def test_waiters_of_one_size_are_served_in_order() -> None:
+    pool = open_pool(4)
+    held = [pool.reserve_nowait(UNIT, OUTBOUND) for _ in range(4)]
+    async with trio.open_nursery() as nursery:
+        requests = Requests(pool, nursery)
+        for name in ("a", "b", "c"):
+            await requests.start(name, 1)
+        for extent in held[:3]:
+            pool.extents.free(extent)
+            with pytest.raises(_errors.NoRoom):
+                pool.reserve_nowait(UNIT, OUTBOUND)
+            await trio.testing.wait_all_tasks_blocked()
+    assert list(requests.granted) == ["a", "b", "c"]
+    assert pool.statistics().waiting == 0
+
+
+async def test_a_small_waiter_passes_a_large_one_where_it_is_not_in_its_way() -> None:
     pool = open_pool(4)
     held = [pool.reserve_nowait(UNIT, OUTBOUND) for _ in range(4)]
     async with trio.open_nursery() as nursery:
         requests = Requests(pool, nursery)
         await requests.start("large", 3)
         await requests.start("small", 1)
-        for index, extent in enumerate(held):
-            with pytest.raises(_errors.NoRoom, match=f"waiting: {2 if index < 3 else 1}"):
+        await requests.start("small too", 1)
+        for index, granted in ((1, []), (3, ["small"]), (0, ["small"]), (2, ["small", "large"])):
+            pool.extents.free(held[index])
+            with pytest.raises(_errors.NoRoom):
                 pool.reserve_nowait(UNIT, OUTBOUND)
-            pool.extents.free(extent)
             await trio.testing.wait_all_tasks_blocked()
-            assert list(requests.granted) == [[], [], ["large"], ["large", "small"]][index]
-    assert pool.statistics().waiting == 0
+            assert list(requests.granted) == granted
+        pool.extents.free(requests.granted["large"])
+
+
+async def test_a_large_waiter_is_not_starved_by_the_other_share() -> None:
+    pool = open_pool(8, inbound=2, outbound=2)
+    held = [pool.reserve_nowait(UNIT, OUTBOUND) for _ in range(6)]
+    async with trio.open_nursery() as nursery:
+        requests = Requests(pool, nursery)
+        await requests.start("large", 6, INBOUND)
+        for _ in range(12):
+            pool.extents.free(held.pop(0))
+            for _ in range(2):
+                with suppress(_errors.NoRoom):
+                    held.append(pool.reserve_nowait(UNIT, OUTBOUND))
+            await trio.testing.wait_all_tasks_blocked()
+    assert requests.granted["large"].size == 6 * UNIT
+    assert len(held) == 2
+
+
+async def test_memory_that_moves_to_another_share_does_not_stand_behind_one_that_waits_for_it() -> None:
+    pool = open_pool(8, inbound=1, outbound=1)
+    received = pool.reserve_nowait(4 * UNIT, INBOUND)
+    async with trio.open_nursery() as nursery:
+        requests = Requests(pool, nursery)
+        await requests.start("large", 7, OUTBOUND)
+        sent = await pool.transfer(received, OUTBOUND)
+        assert not requests.granted
+        pool.extents.free(sent)
+    assert list(requests.granted) == ["large"]
 
 
 async def test_one_share_does_not_wait_behind_the_other() -> None:
@@ -121,7 +167,7 @@ async def test_one_share_does_not_wait_behind_the_other() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_cancelled_waiter_takes_nothing_and_hands_its_turn_on() -> None:
+async def test_a_cancelled_waiter_takes_nothing_and_leaves_its_place_to_others() -> None:
     pool = open_pool(2)
     pool.reserve_nowait(UNIT, OUTBOUND)
     async with trio.open_nursery() as nursery:
@@ -237,11 +283,11 @@ async def test_a_cancelled_transfer_leaves_the_extent_as_it_was() -> None:
 
 
 async def test_a_transfer_makes_room_for_a_waiter_whom_a_guarantee_held_up() -> None:
-    pool = open_pool(4, outbound=2)
-    received = pool.reserve_nowait(2 * UNIT, INBOUND)
+    pool = open_pool(8, inbound=2, outbound=2)
+    received = await pool.transfer(pool.reserve_nowait(2 * UNIT, OUTBOUND), INBOUND)  # lies where others are kept out
     async with trio.open_nursery() as nursery:
         requests = Requests(pool, nursery)
-        await requests.start("a", 1, INBOUND)
+        await requests.start("a", 5, INBOUND)
         assert not requests.granted
         with trio.testing.assert_checkpoints():
             await pool.transfer(received, OUTBOUND)
@@ -256,7 +302,7 @@ async def test_on_room_is_called_when_the_waiters_have_taken_theirs() -> None:
     async with trio.open_nursery() as nursery:
         await Requests(pool, nursery).start("a", 2)
         pool.extents.free(held)
-    assert seen == [1]
+    assert set(seen) == {1}
 
 
 async def test_statistics_are_a_snapshot_by_share() -> None:

@@ -234,7 +234,7 @@ class ConnectorConfig:
     guaranteed_fraction: float = _key(
         Number("a number", above=0, at_most=0.5),
         0.25,
-        "Share of the pool kept for each direction in role both; the other half goes to who needs it.",
+        "Share of the pool kept for each direction in role both. Up to it, stages that feed each other never block.",
     )
     quarantine_fraction: float = _key(
         Number("a number", above=0, below=1),

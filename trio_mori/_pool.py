@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import trio
 
 from ._errors import ConnectorClosed, InternalError, NoRoom
 from ._protocol.extents import INBOUND, OUTBOUND, Extent, Extents, format_size
+from ._protocol.line import Line
 from .abc import Region
 
 if TYPE_CHECKING:
@@ -46,22 +46,28 @@ class PoolStatistics:
 
 @attrs.define(eq=False)
 class _Waiter:
-    """A task that waits for an extent: a new one, or `moved` under another share."""
+    """A task that waits for an extent."""
 
     task: trio.lowlevel.Task
-    size: int
-    share: str
-    moved: Extent | None
     granted: Extent | None = None
+
+
+@attrs.frozen(eq=False)
+class _Move:
+    """An extent that is to be booked under another share, and who waits for that."""
+
+    extent: Extent
+    share: str
+    waiter: _Waiter
 
 
 class Pool:
     """Ties a region to the books of its extents, and lets tasks wait for room.
 
-    Room is given in the order in which it was asked for, per share: while a large request waits, smaller ones of
-    its share wait behind it, even if they would fit, so that it is not starved; the other share goes its own way.
-    Room that becomes free is booked for the first waiter at once, before anybody can come between. The books of
-    sender and receiver allocate from the same `Extents` without waiting; they are not held up by the queues.
+    Requests that find no room wait in a `Line` for each share: the first is sure to be served, and others pass it only
+    as far as they are not in its way. Room that becomes free is booked for a waiter at once, before anybody can come
+    between. An extent that moves to another share has its memory already. It stands behind nobody: who is
+    first in line may be waiting for this very memory.
 
     Lives in the trio run in which it was made. Only `post` and `call` may be used from elsewhere.
 
@@ -81,7 +87,8 @@ class Pool:
         self.extents = extents
         self.on_room = on_room
         self._token = trio.lowlevel.current_trio_token()
-        self._queues: dict[str, OrderedDict[_Waiter, None]] = {INBOUND: OrderedDict(), OUTBOUND: OrderedDict()}
+        self._lines = {share: Line[_Waiter](extents, share) for share in (INBOUND, OUTBOUND)}
+        self._moves: dict[_Move, None] = {}
         self._closed = False
         self._base = 0 if region.buffer is None else region.tensor.data_ptr()
         extents.on_free = self._serve
@@ -91,17 +98,14 @@ class Pool:
 
         Raises:
             TooBig: it can never fit.
-            NoRoom: not now, or others wait already.
+            NoRoom: not now, or only where somebody who waits is to be placed.
             ConnectorClosed: the pool is closed.
         """
         self._check_open()
-        if self._queues[share]:
-            self.extents.check_limit(size, share)
-            self._check_turn(size, share)
         return self.extents.allocate(size, share)
 
     async def reserve(self, size: int, share: str) -> Extent:
-        """As `reserve_nowait`, but waits for room. A cancelled call took nothing, and whoever is next gets its turn.
+        """As `reserve_nowait`, but waits for room. A cancelled call took nothing.
 
         Raises:
             TooBig: at once.
@@ -112,23 +116,27 @@ class Pool:
             extent = self.reserve_nowait(size, share)
             await trio.lowlevel.cancel_shielded_checkpoint()
             return extent
-        return await self._wait(size, share, moved=None)
+        line, waiter = self._lines[share], _Waiter(trio.lowlevel.current_task())
+        line.join(waiter, size)
+        await self._wait(lambda: line.leave(waiter))
+        if waiter.granted is None:
+            raise ConnectorClosed(f"the connector was closed while {format_size(size)} {share} waited for room")
+        return waiter.granted
 
     def transfer_nowait(self, extent: Extent, share: str) -> Extent:
         """Book an extent under another share. The caller uses the extent that is returned from now on.
 
         Raises:
-            NoRoom: a guarantee could not be kept now, or others wait already. Nothing was changed.
+            NoRoom: a guarantee could not be kept now. Nothing was changed.
             ConnectorClosed: the pool is closed.
         """
         self._check_open()
-        self._check_turn(extent.size, share)
         moved = self.extents.transfer(extent, share)
         self._serve()  # what it took of one guarantee may be what a waiter of the other share waits for
         return moved
 
     async def transfer(self, extent: Extent, share: str) -> Extent:
-        """As `transfer_nowait`, but waits, in the queue of the share that it moves to. Cancelled, nothing changed.
+        """As `transfer_nowait`, but waits until something was freed. Cancelled, nothing changed.
 
         Raises:
             ConnectorClosed: the pool is closed, or was while this waited.
@@ -138,7 +146,12 @@ class Pool:
             moved = self.transfer_nowait(extent, share)
             await trio.lowlevel.cancel_shielded_checkpoint()
             return moved
-        return await self._wait(extent.size, share, moved=extent)
+        move = _Move(extent, share, _Waiter(trio.lowlevel.current_task()))
+        self._moves[move] = None
+        await self._wait(lambda: self._moves.pop(move))
+        if move.waiter.granted is None:
+            raise ConnectorClosed(f"the connector was closed while {format_size(extent.size)} waited to be {share}")
+        return move.waiter.granted
 
     def tensor(self, extent: Extent, size: int) -> torch.Tensor:
         """The first `size` bytes of an extent as a 1-D uint8 tensor (1 us).
@@ -169,7 +182,7 @@ class Pool:
             largest_free=extents.largest_free,
             inbound=extents.used(INBOUND),
             outbound=extents.used(OUTBOUND),
-            waiting=sum(map(len, self._queues.values())),
+            waiting=sum(map(len, self._lines.values())) + len(self._moves),
         )
 
     def close(self) -> None:
@@ -178,9 +191,12 @@ class Pool:
         Extents that are out stay valid and can be freed: the memory belongs to the engine, not to the pool.
         """
         self._closed = True
-        for queue in self._queues.values():
-            while queue:
-                trio.lowlevel.reschedule(queue.popitem(last=False)[0].task)
+        waiters = [move.waiter for move in self._moves]
+        self._moves.clear()
+        for line in self._lines.values():
+            waiters += line.clear()
+        for waiter in waiters:
+            trio.lowlevel.reschedule(waiter.task)
 
     def post(self, callback: Callable[[], None]) -> None:
         """Have something done in the pool's trio run, soon. From any thread, signal handler or finaliser.
@@ -201,48 +217,38 @@ class Pool:
         if self._closed:
             raise ConnectorClosed("the pool was closed, because its connector was")
 
-    def _check_turn(self, size: int, share: str) -> None:
-        if waiting := len(self._queues[share]):
-            free = self.extents.free_bytes
-            raise NoRoom(
-                f"no room now for {format_size(size)} {share}: others wait for it already, and come first "
-                f"(waiting: {waiting}; {format_size(free)} of {format_size(self.extents.size)} are free)",
-                size=size,
-                free=free,
-            )
-
-    async def _wait(self, size: int, share: str, *, moved: Extent | None) -> Extent:
-        waiter = _Waiter(trio.lowlevel.current_task(), size, share, moved)
-        queue = self._queues[share]
-        queue[waiter] = None
+    async def _wait(self, leave: Callable[[], object]) -> None:
+        """Until the task is rescheduled, by a grant or by a close; or leave at a cancellation."""
 
         def abort(_: trio.lowlevel.RaiseCancelT) -> trio.lowlevel.Abort:
-            del queue[waiter]
-            self._serve()  # those behind it may fit where it did not
+            leave()
+            self._serve()  # others may fit where it did not
             return trio.lowlevel.Abort.SUCCEEDED
 
         # A waiter that was granted its extent is no longer cancelled here: it returns, and the extent is its own.
         await trio.lowlevel.wait_task_rescheduled(abort)
-        if waiter.granted is None:
-            raise ConnectorClosed(f"the connector was closed while {format_size(size)} {share} waited for room")
-        return waiter.granted
 
     def _serve(self) -> None:
-        while any(map(self._grant_first, filter(None, self._queues.values()))):
+        while (self._moves and self._move_one()) or any(map(self._serve_one, filter(None, self._lines.values()))):
             pass
         if self.on_room is not None:
             self.on_room()
 
-    def _grant_first(self, queue: OrderedDict[_Waiter, None]) -> bool:
-        waiter = next(iter(queue))
-        try:
-            if waiter.moved is None:
-                waiter.granted = self.extents.allocate(waiter.size, waiter.share)
-            else:
-                waiter.granted = self.extents.transfer(waiter.moved, waiter.share)
-        except NoRoom:
+    def _move_one(self) -> bool:
+        for move in self._moves:
+            with suppress(NoRoom):
+                move.waiter.granted = self.extents.transfer(move.extent, move.share)
+                del self._moves[move]
+                trio.lowlevel.reschedule(move.waiter.task)
+                return True
+        return False
+
+    def _serve_one(self, line: Line[_Waiter]) -> bool:
+        served = line.serve()
+        if served is None:
             return False
-        del queue[waiter]
+        waiter, extent = served
+        waiter.granted = extent
         trio.lowlevel.reschedule(waiter.task)
         return True
 

@@ -124,10 +124,19 @@ class ReceiverDesk:
             self.welcome()
 
     @classmethod
-    def full(cls, *, free: int = 2) -> ReceiverDesk:
-        """One with a few free units of eight, which names no destinations ahead of the data."""
+    def full(cls, *, free: int = 2, front: bool = False) -> ReceiverDesk:
+        """One with a few free units of eight, which names no destinations ahead of the data.
+
+        Args:
+            front: They are where whoever waits first gets its place.
+        """
         desk = cls(units=8, prepost=0)
-        desk.occupy(8 - free)
+        if front:
+            hole = desk.occupy(free)
+            desk.occupy(8 - free)
+            desk.pool.free(hole)
+        else:
+            desk.occupy(8 - free)
         return desk
 
     @property
@@ -166,10 +175,10 @@ class ReceiverDesk:
         return interest
 
     def offered(self, units: int = 3) -> Interest:
-        """A get whose payload waits at the sender for room here."""
+        """A get whose payload is at the sender, and waits for room here if there is none."""
         interest = self.get()
         self.hear(wire.Ready(interest.id, 1, units * UNIT))
-        assert interest.state is State.OFFERED
+        assert interest.extent is not None or interest.state is State.OFFERED
         self.said()
         return interest
 

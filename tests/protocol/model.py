@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from network import LIMITS, SENDER_POOL, STOCK_POOL, UNIT, Copy, Receiver, Sender, World
+from network import GUARANTEED, LIMITS, SENDER_POOL, STOCK_POOL, UNIT, Copy, Receiver, Sender, World
 
 from trio_mori._errors import NoRoom, TooBig
 from trio_mori._protocol import wire
@@ -49,6 +49,10 @@ def _check_pool(process: Sender | Receiver) -> set[Extent]:
     else:
         owned = process.book.live_extents()
         assert process.book._preposted == sum(i.preposted for i in process.channel.interests.values())
+        waiting = process.interests(State.OFFERED)
+        if waiting and not pool.used(INBOUND):
+            least = min(i.needed for i in waiting)
+            assert least > GUARANTEED, "a payload waits for room that is guaranteed to what is received"
     owned += pool.occupied
     live = set(owned)
     assert len(live) == len(owned), "an extent has two owners"
@@ -226,10 +230,10 @@ def _check_nobody_is_stuck(world: World) -> None:
             assert other is not None, f"{interest.key} is kept for one that is gone, and a get waits for it"
             offered = other.channel.interests[holder.id]
             assert offered.state is State.OFFERED
-            assert not _fits(other, offered.needed) or len(other.book.hungry) > 1, (
-                "a payload waits for room that is there"
-            )
-            assert not other.book._preposted, "a payload waits for room that is kept for none"
+            ghosts = [e for extents in other.channel.ghosts.values() for e in extents]
+            doubtful = {i.extent for i in other.interests(State.RETURNING)}.union(ghosts)
+            assert other.pool.live, "a payload waits for room, and all of it is free"
+            assert set(other.pool) <= doubtful, "a payload waits for room that nobody has"
 
 
 def _fits(receiver: Receiver, size: int) -> bool:

@@ -8,6 +8,7 @@ which bytes every put had, which write may still move, and why a payload left.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from math import inf
 
 import attrs
@@ -26,6 +27,7 @@ UNIT = 4096
 SENDER_POOL = 64 * UNIT
 RECEIVER_POOL = 48 * UNIT
 STOCK_POOL = 8 * UNIT
+GUARANTEED = 8 * UNIT
 ROUTES = (b"a", b"b")  # of two stock receivers
 POISON = memoryview(b"\xdd" * SENDER_POOL)
 LIMITS = OutboxLimits(
@@ -42,7 +44,7 @@ class Pool(Extents):
     """An allocator with the memory that it speaks of. What is free is poisoned, so that whoever reads it is noticed."""
 
     def __init__(self, size: int, share: str) -> None:
-        super().__init__(size, guarantees={INBOUND: 8 * UNIT, OUTBOUND: 8 * UNIT})
+        super().__init__(size, guarantees={INBOUND: GUARANTEED, OUTBOUND: GUARANTEED})
         self.memory = bytearray(POISON[:size])
         self.other = OUTBOUND if share == INBOUND else INBOUND
         self.occupied: list[Extent] = []
@@ -56,16 +58,18 @@ class Pool(Extents):
         return next((e for e in self if e.offset == offset), None)
 
     def occupy(self, units: int) -> None:
-        """The other direction of a middle stage takes some of the pool."""
-        try:
-            self.occupied.append(self.allocate(units * UNIT, self.other))
-        except NoRoom:
-            return
+        """The other direction of a middle stage takes some of the pool, in pieces."""
+        with suppress(NoRoom):
+            for _ in range(units // 4):
+                self.occupied.append(self.allocate(4 * UNIT, self.other))
 
-    def vacate(self) -> None:
-        """It gives all of that back."""
-        while self.occupied:
-            self.free(self.occupied.pop())
+    def vacate(self, *, leave_every_second: bool = False) -> None:
+        """It gives that back."""
+        kept = self.occupied[::2] if leave_every_second else []
+        gone = [extent for extent in self.occupied if extent not in kept]
+        self.occupied = kept
+        for extent in gone:
+            self.free(extent)
 
 
 @attrs.define(eq=False)

@@ -48,7 +48,7 @@ class Books(RuleBasedStateMachine):
         self.world = World()
         self.troubles: set[str] = set()
         # How many more of these there may be: each undoes much of what came before.
-        self.left = {"receiving processes": 5, "sending processes": 5, "other uses of the pools": 4}
+        self.left = {"receiving processes": 5, "sending processes": 5, "other uses of the pools": 6}
         self.choices: Iterator[int] = iter(())
         self.chosen: list[str] = []
 
@@ -189,7 +189,7 @@ class Books(RuleBasedStateMachine):
         self.left["other uses of the pools"] -= 1
         pool = self.one(self.world.sender, *self.world.receivers).pool
         if pool.occupied:
-            pool.vacate()
+            pool.vacate(leave_every_second=self.one(True, False))
         else:
             pool.occupy(self.one(4, 12, 28))
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trio_mori import _errors
-from trio_mori._protocol.extents import INBOUND, OUTBOUND, Extent, Extents, format_size
+from trio_mori._protocol.extents import INBOUND, OUTBOUND, Claim, Extent, Extents, format_size
 
 UNIT = 4096
 
@@ -111,7 +111,7 @@ def test_what_is_free_in_pieces_only_is_told_with_the_largest_of_them() -> None:
     pieces = [extents.allocate(2 * UNIT, INBOUND) for _ in range(4)]
     extents.free(pieces[0])
     extents.free(pieces[2])
-    with pytest.raises(_errors.NoRoom, match=r"16 KiB of 32 KiB are free.*the largest block has 8 KiB"):
+    with pytest.raises(_errors.NoRoom, match=r"16 KiB of 32 KiB are free.*the largest block in its reach has 8 KiB"):
         extents.allocate(3 * UNIT, INBOUND)
     extents.allocate(2 * UNIT, INBOUND)
 
@@ -154,6 +154,64 @@ def test_a_guarantee_is_rounded_up_to_units() -> None:
 def test_a_pool_that_cannot_be_is_refused(size: int, guarantees: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"pool"):
         Extents(size, guarantees=guarantees)
+
+
+@pytest.mark.deterministic
+@pytest.mark.parametrize(("mine", "other"), [(INBOUND, OUTBOUND), (OUTBOUND, INBOUND)])
+def test_a_guarantee_is_one_block_wherever_the_other_share_has_been_placed(mine: str, other: str) -> None:
+    extents = Extents(16 * UNIT, guarantees={INBOUND: 4 * UNIT, OUTBOUND: 4 * UNIT})
+    rng = random.Random(3)
+    held: list[Extent] = []
+    for _ in range(300):
+        try:
+            held.append(extents.allocate(rng.randrange(1, 3 * UNIT), other))
+        except _errors.NoRoom:
+            extents.free(held.pop(rng.randrange(len(held))))
+        extents.free(extents.allocate(4 * UNIT, mine))
+
+
+@pytest.mark.deterministic
+def test_each_share_begins_at_its_end_of_the_pool() -> None:
+    extents = Extents(16 * UNIT, guarantees={INBOUND: UNIT, OUTBOUND: UNIT})
+    offsets = [extents.allocate(2 * UNIT, share).offset // UNIT for share in (INBOUND, OUTBOUND, INBOUND, OUTBOUND)]
+    assert offsets == [0, 14, 2, 12]
+
+
+@pytest.mark.deterministic
+def test_what_waits_gets_its_place_although_both_shares_go_on_taking_what_they_can() -> None:
+    extents = Extents(16 * UNIT, guarantees={INBOUND: 2 * UNIT, OUTBOUND: 2 * UNIT})
+    rng = random.Random(5)
+    held = [extents.allocate(UNIT, share) for share in (INBOUND, OUTBOUND) for _ in range(8)]
+    there_before = set(held)
+    claim = extents.claim(12 * UNIT, INBOUND)
+    passed = 0
+    while there_before:
+        assert extents.try_allocate(12 * UNIT, INBOUND, claim) is None
+        gone = held.pop(rng.randrange(len(held)))
+        there_before.discard(gone)
+        extents.free(gone)
+        for share in (INBOUND, OUTBOUND):
+            extent = extents.try_allocate(rng.randrange(1, 2 * UNIT), share)
+            if extent is not None:
+                held.append(extent)
+                passed += 1
+        extents.check()
+    assert passed > 20
+    assert extents.try_allocate(12 * UNIT, INBOUND, claim) is not None
+
+
+@pytest.mark.deterministic
+def test_of_two_that_need_the_same_place_the_later_one_gets_its_own_when_the_first_has_left() -> None:
+    extents = Extents(16 * UNIT)
+    held = extents.allocate(16 * UNIT, INBOUND)
+    first, second = extents.claim(12 * UNIT, INBOUND), extents.claim(12 * UNIT, OUTBOUND)
+    assert first.span is not None
+    assert second.span is None
+    extents.free(held)
+    extents.drop_claim(first)
+    assert second.span is not None
+    assert extents.try_allocate(5 * UNIT, INBOUND) is None
+    assert extents.try_allocate(12 * UNIT, OUTBOUND, second) is not None
 
 
 @pytest.mark.deterministic
@@ -263,6 +321,9 @@ def test_an_allocation_among_ten_thousand_costs_a_logarithm() -> None:
     assert 0 < worst < 400
 
 
+OTHER = {INBOUND: OUTBOUND, OUTBOUND: INBOUND}
+
+
 class AgainstBytes(RuleBasedStateMachine):
     """`Extents` beside the obvious implementation: a list that says for every unit whose it is."""
 
@@ -274,6 +335,8 @@ class AgainstBytes(RuleBasedStateMachine):
         super().__init__()
         self.extents = Extents(self.UNITS * self.ALIGNMENT, alignment=self.ALIGNMENT, guarantees=self.GUARANTEES)
         self.units: list[Extent | None] = [None] * self.UNITS
+        self.claims: list[Claim] = []
+        self.strangers: list[Extent] = []  # booked under another share where they lay
         self.live: list[Extent] = []
         self.dead: list[Extent] = []
         self.freed = 0
@@ -285,32 +348,67 @@ class AgainstBytes(RuleBasedStateMachine):
     def used(self, share: str) -> int:
         return sum(owner is not None and owner.share == share for owner in self.units)
 
-    def unmet(self, share: str) -> int:
-        return max(0, -(-self.GUARANTEES[share] // self.ALIGNMENT) - self.used(share))
+    def guaranteed(self, share: str) -> int:
+        return -(-self.GUARANTEES[share] // self.ALIGNMENT)
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    def unmet(self, share: str) -> int:
+        return max(0, self.guaranteed(share) - self.used(share))
+
+    def runs(self, units: Sequence[object]) -> Iterator[tuple[int, int]]:
+        """Length and start of each run of None."""
         start = 0
-        for index in range(self.UNITS + 1):
-            if index == self.UNITS or self.units[index] is not None:
+        for index in range(len(units) + 1):
+            if index == len(units) or units[index] is not None:
                 if index > start:
                     yield index - start, start
                 start = index + 1
 
-    @rule(size=st.integers(0, 20 * 16), share=st.sampled_from([INBOUND, OUTBOUND]))
-    def allocate(self, size: int, share: str) -> None:
-        other = OUTBOUND if share == INBOUND else INBOUND
+    def seen_by(self, share: str, units: Sequence[object]) -> Sequence[object]:
+        """What a share reaches, from the end at which it begins."""
+        order = units if share == INBOUND else units[::-1]
+        return order[: self.UNITS - self.guaranteed(OTHER[share])]
+
+    def place_for(self, share: str, needed: int, claim: Claim | None) -> int | None:
+        """Of the smallest run of free units the first that no other claim is in the way of; its offset."""
+        claims = [c for c in self.claims if c is not claim and c.span is not None]
+        taken = [c.span for c in claims if c.span is not None]
+        for length, start in sorted(self.runs(self.seen_by(share, self.units))):
+            for at in range(start, start + length - needed + 1):
+                unit = at if share == INBOUND else self.UNITS - at - needed
+                first, end = unit * self.ALIGNMENT, (unit + needed) * self.ALIGNMENT
+                if all(end <= span.start or span.end <= first for span in taken):
+                    return first
+        return None
+
+    @rule(size=st.integers(0, 20 * 16), share=st.sampled_from([INBOUND, OUTBOUND]), data=st.data())
+    def allocate(self, size: int, share: str, data: st.DataObject) -> None:
         needed = max(1, -(-size // self.ALIGNMENT))
-        fits = [run for run in self.runs() if run[0] >= needed]
-        if needed > self.UNITS - -(-self.GUARANTEES[other] // self.ALIGNMENT):
+        if needed > self.UNITS - self.guaranteed(OTHER[share]):
             with pytest.raises(_errors.TooBig):
                 self.extents.allocate(size, share)
-        elif not fits or self.units.count(None) - needed < self.unmet(other):
-            with pytest.raises(_errors.NoRoom):
-                self.extents.allocate(size, share)
+            return
+        mine = [c for c in self.claims if c.share == share and c.size == needed * self.ALIGNMENT]
+        claim = data.draw(st.sampled_from([None, *mine]))
+        place = self.place_for(share, needed, claim)
+        extent = self.extents.try_allocate(size, share, claim)
+        if place is None or self.units.count(None) - needed < self.unmet(OTHER[share]):
+            assert extent is None
         else:
-            extent = self.extents.allocate(size, share)
-            assert (extent.offset, extent.size) == (min(fits)[1] * self.ALIGNMENT, needed * self.ALIGNMENT)
+            assert extent is not None
+            assert (extent.offset, extent.size, extent.share) == (place, needed * self.ALIGNMENT, share)
             self._own(extent, extent)
+
+    @precondition(lambda self: len(self.claims) < 3)
+    @rule(size=st.integers(1, 19 * 16), share=st.sampled_from([INBOUND, OUTBOUND]))
+    def claim(self, size: int, share: str) -> None:
+        self.claims.append(self.extents.claim(size, share))
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data())
+    def drop_claim(self, data: st.DataObject) -> None:
+        before = self.freed
+        self.extents.drop_claim(self.claims.pop(data.draw(st.integers(0, len(self.claims) - 1))))
+        assert self.freed == before + 1
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -333,8 +431,10 @@ class AgainstBytes(RuleBasedStateMachine):
             with pytest.raises(_errors.NoRoom):
                 self.extents.transfer(extent, share)
         else:
-            self._own(moved, self.extents.transfer(extent, share))
+            moved_now = self.extents.transfer(extent, share)
+            self._own(moved, moved_now)
             self.dead.append(extent)
+            self.strangers.append(moved_now)
 
     @precondition(lambda self: self.dead)
     @rule(data=st.data())
@@ -360,9 +460,25 @@ class AgainstBytes(RuleBasedStateMachine):
         assert set(self.extents) == set(self.live)
         assert self.extents.live == len(self.live)
         assert self.extents.free_bytes == self.units.count(None) * self.ALIGNMENT
-        assert self.extents.largest_free == max((size for size, _ in self.runs()), default=0) * self.ALIGNMENT
+        assert self.extents.largest_free == max((size for size, _ in self.runs(self.units)), default=0) * self.ALIGNMENT
         for share in (INBOUND, OUTBOUND):
             assert self.extents.used(share) == self.used(share) * self.ALIGNMENT
+            home = set(self.seen_by(share, self.units)[: self.guaranteed(share)]) - {None, *self.strangers}
+            assert all(extent.share == share for extent in home), (
+                "in a guaranteed block there is one of the other share"
+            )
+        for claim in self.claims[:1]:
+            assert claim.span is not None, "nothing is in the way of the oldest claim"
+
+    def teardown(self) -> None:
+        """Whoever waits gets room when what was there has been freed, and no sooner claims of others are in the way."""
+        for extent in self.live[:]:
+            self.extents.free(extent)
+        for claim in self.claims:
+            extent = self.extents.try_allocate(claim.size, claim.share, claim)
+            assert extent is not None
+            self.extents.drop_claim(claim)
+            self.extents.free(extent)
 
 
 TestAgainstBytes = AgainstBytes.TestCase

@@ -331,15 +331,29 @@ def test_when_nothing_can_come_everybody_who_waits_is_told_and_what_came_stays(k
 # --- room -------------------------------------------------------------------------------------------------
 
 
-def test_payloads_get_room_in_the_order_in_which_they_were_offered() -> None:
-    desk = ReceiverDesk.full()
+def test_a_payload_is_not_put_where_one_that_was_offered_earlier_is_to_be() -> None:
+    desk = ReceiverDesk.full(front=True)
     large, small = desk.offered(3), desk.get()
     desk.hear(wire.Ready(small.id, 1, UNIT))
-    assert len(desk.book.hungry) == 2, "the first would never get room if others were let pass"
+    assert len(desk.book.hungry) == 2, "the first would never get room if others were put there"
     desk.said()
     desk.pool.free(next(iter(desk.pool)))
     assert len(desk.book.hungry) == 0
-    assert desk.said() == [fetch_of(large), fetch_of(small)]
+    assert {m.id: m for m in desk.said()} == {i.id: fetch_of(i) for i in (large, small)}
+
+
+def test_a_payload_does_not_stand_behind_a_larger_one_in_whose_way_it_is_not() -> None:
+    desk = ReceiverDesk.full()
+    large, small = desk.offered(3), desk.offered(1)
+    assert (large.state, small.state) == (State.OFFERED, State.POSTED)
+    held = next(iter(desk.pool))
+    for _ in range(100):  # however many pass
+        desk.hear(wire.Done(small.id, 1, UNIT, b"h"))
+        desk.book.give_back(small)
+        small = desk.offered(1)
+        assert small.extent is not None
+    desk.pool.free(held)
+    assert large.extent is not None
 
 
 def test_one_that_can_never_fit_does_not_keep_others_from_their_room() -> None:
@@ -354,8 +368,7 @@ def test_one_that_can_never_fit_does_not_keep_others_from_their_room() -> None:
 
 @pytest.mark.parametrize("how", ["given back", "failed", "empty", "all failed", "farewell", "restart", "fenced"])
 def test_whoever_waits_behind_one_that_wants_no_room_any_more_gets_its_own(how: str) -> None:
-    desk = ReceiverDesk(units=8, prepost=0)
-    desk.occupy(6)
+    desk = ReceiverDesk.full(front=True)
     other = desk.book.open_channel(b"C" * 16)
     desk.book.welcome(other, b"g" * 16)
     first, second = desk.get(), desk.book.post(other, KEY)

@@ -41,6 +41,7 @@ from .interests import (
     State,
 )
 from .keys import edge_of
+from .line import Line
 
 # The destination of the first fetches on an edge whose payloads' sizes are not known yet: a codec chunk or the hidden
 # states of a few tokens fit; a larger payload costs one more round trip, once.
@@ -101,7 +102,7 @@ class Inbox:
         self._preposted = 0
         self._ahead: dict[Interest, None] = {}  # those that hold it, in the order in which they got it
         self._recent: dict[str, _Recent] = {}
-        self.hungry: dict[Interest, None] = {}  # offered, and no room yet; first come, first served
+        self.hungry = Line[Interest](extents, INBOUND)  # offered, and no room yet
         self._leased: dict[Extent, None] = {}
         self._exposed: dict[Extent, None] = {}
         self._doubted: dict[Extent, str] = {}
@@ -426,7 +427,11 @@ class Inbox:
         self._leave_queues(interest)
         self._free_extent(interest)  # void by the new round
         self._move(interest, Cause.OFFER)
-        self.hungry[interest] = None
+        try:
+            self.hungry.join(interest, message.size)
+        except TooBig as error:
+            self._fail(interest, TOO_BIG, str(error))
+            self._return(interest)
         self.find_room()
 
     def _on_failed(self, channel: Channel, message: wire.Failed) -> None:
@@ -458,24 +463,17 @@ class Inbox:
     # --- room ---------------------------------------------------------------------------------------------
 
     def find_room(self) -> None:
-        """Place offered payloads while there is room, in the order in which they were offered.
+        """Place offered payloads while there is room.
 
-        To be called when memory was freed, and when one of them may have left that stood before others.
+        To be called when memory was freed, and when one of them may have left that was in the way of others.
         """
-        while self.hungry:
-            interest = next(iter(self.hungry))
-            try:
-                interest.extent = self._extents.allocate(interest.needed, INBOUND)
-            except NoRoom:
-                self._call_back(interest.needed)
-                return
-            except TooBig as error:
-                self._fail(interest, TOO_BIG, str(error))
-                self._return(interest)
-                continue
-            del self.hungry[interest]
+        while served := self.hungry.serve():
+            interest, extent = served
+            interest.extent = extent
             self._move(interest, Cause.PLACE)
             self._ask(interest)
+        if first := self.hungry.first:
+            self._call_back(first.needed)
 
     def _prepost(self, interest: Interest) -> None:
         """Choose a destination ahead of the data, if that leaves enough room for data that is there."""
@@ -529,7 +527,8 @@ class Inbox:
         self._ask(interest)
 
     def _leave_queues(self, interest: Interest) -> None:
-        self.hungry.pop(interest, None)
+        if self.hungry:
+            self.hungry.leave(interest)
         self._ahead.pop(interest, None)
         self._preposted -= interest.preposted
         interest.preposted = 0
