@@ -35,7 +35,7 @@ LAYERS = (
     ("_entered",),
     ("_portal",),
     ("blocking",),
-    ("testing", "__main__"),
+    ("testing", "metrics", "__main__"),
 )
 
 # Layers whose modules know nothing of each other.
@@ -182,6 +182,7 @@ def test_a_portal_knows_nothing_of_connectors() -> None:
     [
         ("zmq", ("_zmq",)),
         ("mori", ("_engines._mori",)),
+        ("prometheus_client", ("metrics",)),
         # The second one guards the environment, which the trio runs of a process share.
         ("threading", ("_portal", "_engines._mori_options")),
     ],

@@ -408,3 +408,30 @@ def _innermost(error: BaseException) -> BaseException:
             error = error.exceptions[0]
         else:
             return error
+
+
+def ask(post: Callable[[Callable[[], object]], object], function: Callable[[], T], seconds: float) -> T | None:
+    """What a function returns that a loop calls between two tasks; None if it does not come to it in time.
+
+    Args:
+        post: Has a function called in that loop.
+
+    Raises:
+        trio.RunFinishedError, ConnectorClosed, Misuse: there is no such loop any more, or not in this process.
+    """
+    answered = threading.Event()
+    answers: list[T] = []
+    errors: list[Exception] = []
+
+    def answer() -> None:
+        try:
+            answers.append(function())
+        except Exception as error:  # noqa: BLE001 - raised again in the thread that asks
+            errors.append(error)
+        answered.set()
+
+    post(answer)
+    answered.wait(seconds)
+    if errors:
+        raise errors[0]
+    return answers[0] if answers else None
