@@ -252,7 +252,7 @@ class _Restorer:
         return result if self._device is None or result.device == self._device else result.to(self._device)
 
     def _own_tensor(self, dtype: torch.dtype, shape: list[int], offset: int, nbytes: int) -> torch.Tensor:
-        if not self._source.is_cpu and nbytes:
+        if not self._source.is_cpu:
             return self._source[offset : offset + nbytes].clone().view(dtype).view(shape)
         result = new_tensor(dtype, shape)
         if nbytes:

@@ -96,6 +96,19 @@ def fill(engine: Engine, start: int, stop: int) -> None:
     """Give a part of a region bytes that repeat with no power of two, and are never 255."""
     values = torch.arange(251, dtype=torch.uint8, device=engine.region.tensor.device)
     engine.region.tensor[start:stop] = values.repeat(-(-(stop - start) // 251))[: stop - start]
+    settle(engine)
+
+
+def blank(engine: Engine, value: int = 255) -> None:
+    """Fill a region with one byte."""
+    engine.region.tensor.fill_(value)
+    settle(engine)
+
+
+def settle(engine: Engine) -> None:
+    """Wait until what was done to a region by torch is done: a write begins with what is there."""
+    if engine.region.tensor.is_cuda:
+        torch.cuda.synchronize(engine.region.tensor.device)
 
 
 def same(one: Engine, first: int, other: Engine, second: int, size: int) -> bool:

@@ -20,6 +20,7 @@ from ._engine_bench import (
     EngineBench,
     altered_descriptors,
     assert_refused,
+    blank,
     expect,
     fill,
     junk_descriptors,
@@ -46,7 +47,7 @@ async def check_bytes_arrive_exactly(bench: EngineBench) -> None:
         peer = writer.add_peer(owner.descriptor)
         fill(writer, 0, room)
         for size in SIZES:
-            owner.region.tensor.fill_(255)
+            blank(owner)
             await writer.write(peer, Write(source=7, destination=131, size=size))
             expect(same(writer, 7, owner, 131, size), f"a write of {size} bytes arrived altered")
             expect(untouched(owner, 0, 131), f"a write of {size} bytes touched what stands before it")
@@ -73,7 +74,7 @@ async def check_out_of_bounds_is_refused(bench: EngineBench) -> None:
     """A write that leaves either region is refused, settled, before anything moves."""
     async with bench.open(SMALL) as writer, bench.open(2 * SMALL) as owner:
         peer = writer.add_peer(owner.descriptor)
-        owner.region.tensor.fill_(255)
+        blank(owner)
         for write in (
             Write(source=0, destination=2 * SMALL - 1, size=2),
             Write(source=SMALL - 1, destination=0, size=2),
@@ -121,7 +122,7 @@ async def check_cancelled_before_posting(bench: EngineBench) -> None:
     """A write is a checkpoint, and one that is cancelled there had no effect."""
     async with bench.open(SIZES[2]) as writer, bench.open(SIZES[2]) as owner:
         peer = writer.add_peer(owner.descriptor)
-        owner.region.tensor.fill_(255)
+        blank(owner)
         for size in (1, SIZES[2]):
             with trio.CancelScope() as scope:
                 scope.cancel()
@@ -137,7 +138,7 @@ async def check_cancelled_after_posting(bench: EngineBench) -> None:
     async with bench.open(LARGE) as writer, bench.open(LARGE) as owner:
         peer = writer.add_peer(owner.descriptor)
         fill(writer, 0, LARGE)
-        owner.region.tensor.fill_(255)
+        blank(owner)
         if bench.hold is not None:
             bench.hold(writer, peer)
         ended = trio.Event()
@@ -178,7 +179,7 @@ async def check_concurrent_writes(bench: EngineBench) -> None:
                 expect(
                     same(writer, index * size, owner, (count - 1 - index) * size, size), f"write {index} is not there"
                 )
-            one.region.tensor.zero_()
+            blank(one, 0)
 
 
 async def check_a_stuck_peer_delays_no_other(bench: EngineBench) -> None:
@@ -205,7 +206,7 @@ async def check_write_nowait(bench: EngineBench) -> None:
         peer = writer.add_peer(owner.descriptor)
         fill(writer, 0, LARGE)
         for size in (*SIZES[:-1], LARGE):
-            owner.region.tensor.fill_(255)
+            blank(owner)
             if not writer.write_nowait(peer, Write(0, 0, size)):
                 expect(untouched(owner, 0, LARGE), "write_nowait returned False and moved bytes")
                 await writer.write(peer, Write(0, 0, size))
@@ -218,7 +219,7 @@ async def check_drop_peer(bench: EngineBench) -> None:
     async with bench.open(LARGE) as writer, bench.open(LARGE) as owner:
         peer = writer.add_peer(owner.descriptor)
         fill(writer, 0, LARGE)
-        owner.region.tensor.fill_(255)
+        blank(owner)
         async with trio.open_nursery() as waiting:
             waiting.start_soon(writer.wait_fenced, peer)
             async with trio.open_nursery() as writing:
@@ -233,7 +234,7 @@ async def check_drop_peer(bench: EngineBench) -> None:
         await assert_refused(writer, peer, Write(0, 0, 1))
         again = writer.add_peer(owner.descriptor)
         writer.drop_peer(peer)
-        owner.region.tensor.fill_(255)
+        blank(owner)
         await writer.write(again, Write(0, 0, LARGE))
         expect(same(writer, 0, owner, 0, LARGE), "a peer that was dropped and learned again is not written to")
 
@@ -309,7 +310,7 @@ async def check_abandon(bench: EngineBench) -> None:
         async with bench.open(LARGE) as writer:
             peer = writer.add_peer(owner.descriptor)
             fill(writer, 0, LARGE)
-            owner.region.tensor.fill_(255)
+            blank(owner)
             if bench.hold is not None:
                 bench.hold(writer, peer)
 
