@@ -57,6 +57,28 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
+class working_on:
+    """Around what torch is to do on a stream of whatever device; then device and streams are as before.
+
+    `torch.cuda.stream` does the same in 10 us, a third of what a copy of 1 MB between two H200 takes with all calls.
+    """
+
+    __slots__ = ("_before", "_device", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._device = torch.cuda.current_device()
+        self._before = torch.cuda.current_stream(self._stream.device)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)
+        if self._device != self._stream.device_index:
+            torch.cuda.set_device(self._device)
+
+
 def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """The moment when all that was queued on a stream until now is done."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

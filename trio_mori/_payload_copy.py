@@ -35,14 +35,14 @@ class Leaf:
         offset: Where they go, from the start of the extent.
         nbytes: How many.
         source: What they are read from.
-        ready: Of a tensor on a GPU, when its contents are complete: all is done that its stream had been given before.
+        stream: Of a tensor on a GPU, the stream on which its contents become complete.
     """
 
     tag: int
     offset: int
     nbytes: int
     source: Any
-    ready: torch.cuda.Event | None = None
+    stream: torch.cuda.Stream | None = None
 
 
 def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
 def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
     """Copy every leaf to host memory. False, and nothing is copied, if one is more than a run of bytes there."""
     for leaf in leaves:
-        if leaf.tag == TENSOR and not (leaf.ready is None and _is_plain(leaf.source)):
+        if leaf.tag == TENSOR and not (leaf.stream is None and _is_plain(leaf.source)):
             return False
     for leaf in leaves:
         if leaf.tag == TENSOR:

@@ -1,21 +1,50 @@
-"""Copies of a payload that a GPU makes: queued here, on streams beside the caller's, and waited for by whoever asked.
+"""Copies of a payload that a GPU makes: queued here, and waited for by whoever asked.
 
-A copy begins when the work that the caller had queued before it handed the payload over is done, which an event tells.
+A copy begins when the work is done that the caller had queued before it handed the payload over. Where there is none,
+which is so when the caller has looked at a result before, it goes on the caller's own stream: to work on another one
+costs more than a copy of 1 MB takes. Otherwise it goes on a stream beside that, so that nobody's later work delays it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import attrs
 import torch
 
-from ._gpu import mark, side_stream
+from ._gpu import mark, side_stream, working_on
 from ._payload_copy import Leaf, check_memory, copy_to_host, same_bits
 
 
-def begin_copies(leaves: Sequence[Leaf], target: torch.Tensor) -> list[torch.cuda.Event]:
+class Streams:
+    """The streams on which the tensors of one payload become complete: those that are current as it is planned.
+
+    Attributes:
+        ready: When they are, of those on which there was work.
+    """
+
+    def __init__(self) -> None:
+        self.ready: list[torch.cuda.Event] = []
+        self._of: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.cuda.Stream:
+        """That of a device."""
+        stream = self._of.get(device)
+        if stream is None:
+            stream = self._of[device] = torch.cuda.current_stream(device)
+            if not stream.query():
+                self.ready.append(mark(stream))
+        return stream
+
+
+def begin_copies(
+    leaves: Sequence[Leaf], target: torch.Tensor, ready: Sequence[torch.cuda.Event]
+) -> list[torch.cuda.Event]:
     """Queue the copy of every leaf to its place in `target`, a 1-D uint8 tensor; one of the two sides is on a GPU.
+
+    Args:
+        ready: When the leaves are complete.
 
     Returns:
         The moments when all bytes are there. Until then neither side may be let go of.
@@ -23,36 +52,46 @@ def begin_copies(leaves: Sequence[Leaf], target: torch.Tensor) -> list[torch.cud
     Raises:
         UnsupportedPayload: a source lost its memory, or changed its length, after it was planned.
     """
-    streams: dict[torch.device, torch.cuda.Stream] = {}
-    hosted = [leaf for leaf in leaves if leaf.ready is None]
+    groups: dict[torch.device, list[Leaf]] = {}
     for leaf in leaves:
-        if leaf.ready is not None:
-            check_memory(leaf)
-            stream = _stream(streams, leaf.source.device)
-            stream.wait_event(leaf.ready)
-            # Between two GPUs torch makes the current stream of either wait for the other's.
-            there = None if target.is_cpu else _stream(streams, target.device)
-            with torch.cuda.stream(there), torch.cuda.stream(stream):
-                source, place = same_bits(leaf, target)
-                place.copy_(source, non_blocking=True)
-    if hosted and target.is_cpu:
-        for leaf in hosted:
-            copy_to_host(leaf, target.data_ptr(), target)
-    elif hosted:
-        with torch.cuda.stream(_stream(streams, target.device)):
-            _stage(hosted, target)
-    return [mark(stream) for stream in streams.values()]
+        groups.setdefault(target.device if leaf.stream is None else leaf.source.device, []).append(leaf)
+    moments = []
+    for device, group in groups.items():
+        if device.type == "cpu":
+            for leaf in group:
+                copy_to_host(leaf, target.data_ptr(), target)
+            continue
+        stream, beside = _choose(group[0].stream, device, target.device)
+        with ExitStack() as stack:
+            if device != target.device and not target.is_cpu:
+                # Between two GPUs torch makes the current stream of either wait for the other's.
+                stack.enter_context(working_on(side_stream(target.device)))
+            if beside:
+                for moment in ready:
+                    stream.wait_event(moment)
+                stack.enter_context(working_on(stream))
+            for leaf in group:
+                _queue(leaf, target)
+            moments.append(mark(stream))
+    return moments
 
 
-def _stream(streams: dict[torch.device, torch.cuda.Stream], device: torch.device) -> torch.cuda.Stream:
-    if device not in streams:
-        streams[device] = side_stream(device)
-    return streams[device]
+def _choose(
+    callers: torch.cuda.Stream | None, source: torch.device, target: torch.device
+) -> tuple[torch.cuda.Stream, bool]:
+    """A stream for copies, and whether it is another than the one that is current."""
+    if callers is not None and source == target and callers == torch.cuda.current_stream(source) and callers.query():
+        return callers, False
+    return side_stream(source), True
 
 
-def _stage(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
-    """From host memory, by pinned memory: from there alone it goes without the host. torch keeps it until then."""
-    for leaf in leaves:
-        staged = torch.empty(leaf.nbytes, dtype=torch.uint8, pin_memory=True)
-        copy_to_host(attrs.evolve(leaf, offset=0), staged.data_ptr(), staged)
-        target[leaf.offset : leaf.offset + leaf.nbytes].copy_(staged, non_blocking=True)
+def _queue(leaf: Leaf, target: torch.Tensor) -> None:
+    if leaf.stream is not None:
+        check_memory(leaf)
+        source, place = same_bits(leaf, target)
+        place.copy_(source, non_blocking=True)
+        return
+    # By pinned memory: from there alone it goes without the host. torch keeps it until then.
+    staged = torch.empty(leaf.nbytes, dtype=torch.uint8, pin_memory=True)
+    copy_to_host(attrs.evolve(leaf, offset=0), staged.data_ptr(), staged)
+    target[leaf.offset : leaf.offset + leaf.nbytes].copy_(staged, non_blocking=True)

@@ -12,7 +12,6 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, UnsupportedPayload
-from ._gpu import mark_current
 from ._payload_copy import Leaf, copy_leaves, copy_plain_leaves
 from ._payload_foreign import array_dtype, check_image, imported
 from ._payload_format import (
@@ -52,7 +51,7 @@ from ._payload_format import (
     encode_spilled,
     shown,
 )
-from ._payload_gpu import begin_copies
+from ._payload_gpu import Streams, begin_copies
 from ._payload_scan import bound_items
 from ._payload_structs import stock_order, struct_type, values_of
 
@@ -71,13 +70,15 @@ class Plan:
         header: What a receiver needs to make the payload of these bytes.
         whole_header: The same for who does not have the bytes: it never says that the real one lies among them.
         is_raw: It is one tensor or bytes, and the bytes in the pool are all there is to it.
-        ready: When what it has on GPUs is complete, for each GPU.
+        on_gpu: Whether some of it is on a GPU.
+        ready: When that is complete, where it was not yet.
     """
 
     size: int
     header: bytes
     whole_header: bytes
     is_raw: bool
+    on_gpu: bool
     ready: Sequence[torch.cuda.Event]
     _leaves: list[Leaf]
 
@@ -95,10 +96,10 @@ class Plan:
             UnsupportedPayload: a source changed its length since the payload was planned.
         """
         try:
-            if target.is_cpu and not self.ready:
+            if target.is_cpu and not self.on_gpu:
                 copy_leaves(self._leaves, target)
             else:
-                for done in begin_copies(self._leaves, target):
+                for done in self.begin_copy(target):
                     done.synchronize()
         finally:
             self._leaves = []
@@ -107,12 +108,12 @@ class Plan:
         """As `copy_into` where a GPU has a part in it, but return at once: the contents are there when all these
         moments have come. Until then the plan must be kept, with what it is of.
         """
-        return begin_copies(self._leaves, target)
+        return begin_copies(self._leaves, target, self.ready)
 
     @property
     def hosted(self) -> int:
         """Bytes that come from host memory."""
-        return sum(leaf.nbytes for leaf in self._leaves if leaf.ready is None)
+        return sum(leaf.nbytes for leaf in self._leaves if leaf.stream is None)
 
 
 def plan(data: object) -> Plan:
@@ -134,9 +135,11 @@ def _plan_tensor(tensor: torch.Tensor) -> Plan:
     if not nbytes:
         raise _empty(f"{tensor.dtype} tensor")
     header = _tensor_header(name, tensor.shape)
-    ready: dict[torch.device, torch.cuda.Event] = {}
-    leaf = _tensor_leaf(tensor, 0, nbytes, ready)
-    return Plan(nbytes, header, header, True, tuple(ready.values()), [leaf])
+    if not tensor.is_cuda:
+        return Plan(nbytes, header, header, True, False, (), [_tensor_leaf(tensor, 0, nbytes, None)])
+    streams = Streams()
+    leaf = _tensor_leaf(tensor, 0, nbytes, streams)
+    return Plan(nbytes, header, header, True, True, streams.ready, [leaf])
 
 
 # Most payloads of an edge have the same few shapes, and encoding a header takes as long as all the rest of the plan.
@@ -155,7 +158,9 @@ def _plan_other(data: object) -> Plan:
     if len(whole) > INLINE_HEADER:
         _check_items(whole)
         header = encode_spilled(planner.add(BYTES, whole, len(whole)), len(whole))
-    return Plan(planner.size, header, whole, is_raw, tuple(planner.ready.values()), planner.leaves)
+    streams = planner.streams
+    ready = () if streams is None else streams.ready
+    return Plan(planner.size, header, whole, is_raw, streams is not None, ready, planner.leaves)
 
 
 def _empty(kind: str) -> UnsupportedPayload:
@@ -184,7 +189,7 @@ class _Planner:
         self.leaves: list[Leaf] = []
         self.classes: list[StructClass] = []
         self.size = 0
-        self.ready: dict[torch.device, torch.cuda.Event] = {}
+        self.streams: Streams | None = None
         self._class_index: dict[type, int] = {}
         self._nodes = 0
 
@@ -193,7 +198,9 @@ class _Planner:
         offset = -(-self.size // ALIGNMENT) * ALIGNMENT
         if nbytes:
             if tag == TENSOR:
-                self.leaves.append(_tensor_leaf(source, offset, nbytes, self.ready))
+                if source.is_cuda and self.streams is None:
+                    self.streams = Streams()
+                self.leaves.append(_tensor_leaf(source, offset, nbytes, self.streams))
             else:
                 self.leaves.append(Leaf(tag, offset, nbytes, source))
             self.size = offset + nbytes
@@ -360,12 +367,10 @@ def _dtype_name(tensor: torch.Tensor) -> str:
     return name
 
 
-def _tensor_leaf(tensor: torch.Tensor, offset: int, nbytes: int, moments: dict[torch.device, torch.cuda.Event]) -> Leaf:
-    ready = None
-    if tensor.is_cuda:
-        ready = moments[tensor.device] = moments.get(tensor.device) or mark_current(tensor.device)
+def _tensor_leaf(tensor: torch.Tensor, offset: int, nbytes: int, streams: Streams | None) -> Leaf:
+    stream = streams.of(tensor.device) if streams is not None and tensor.is_cuda else None
     # A tensor object of its own: the caller's may be given another shape or storage while `put` waits for room.
-    return Leaf(TENSOR, offset, nbytes, tensor.detach(), ready)
+    return Leaf(TENSOR, offset, nbytes, tensor.detach(), stream)
 
 
 def _text(value: str) -> str:

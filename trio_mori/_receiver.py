@@ -26,7 +26,7 @@ from ._errors import (
     TransferFailed,
     TrioMoriError,
 )
-from ._gpu import mark, mark_current, wait_over
+from ._gpu import mark, wait_over, working_on
 from ._keys import Keys
 from ._lease import Lease
 from ._payload import Restored, glance
@@ -185,7 +185,7 @@ class Receiver:
 
     async def _collect(self, arrival: Arrival | StockArrival, stream: torch.cuda.Stream | None) -> object:
         try:
-            if stream is not None:
+            if stream is not None and not stream.query():
                 # The copies will be queued on it, since they take memory of its own, and be waited for. What the
                 # caller has queued there before may take long; this can be cancelled, a copy cannot.
                 await wait_over(mark(stream))
@@ -233,9 +233,10 @@ class Receiver:
             try:
                 yield lease
             finally:
-                if self._pool.on_gpu:  # for what the block has queued to read there
+                stream = self._callers_stream()
+                if stream is not None and not stream.query():  # for what the block has queued to read there
                     with trio.CancelScope(shield=True):
-                        await wait_over(mark_current(self._pool.region.tensor.device))
+                        await wait_over(mark(stream))
 
     def keep(self, interest: Interest) -> Lease:
         """It stays where it arrived, and the sender may forget it."""
@@ -532,9 +533,9 @@ class Ask:
 
 
 def _restore_on(stream: torch.cuda.Stream | None, arrival: Arrival | StockArrival) -> object:
-    if stream is None:  # the context takes 17 us for doing nothing, and after a pause 100
+    if stream is None:
         return arrival.restore()
-    with torch.cuda.stream(stream):
+    with working_on(stream):
         return arrival.restore()
 
 

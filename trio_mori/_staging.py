@@ -72,7 +72,7 @@ class Reservation:
     @property
     def by_gpu(self) -> bool:
         """Whether a GPU has a part in the copy."""
-        return bool(self._plan.ready) or self._pool.on_gpu
+        return self._plan.on_gpu or self._pool.on_gpu
 
     async def fill_soon(self) -> None:
         """As `fill`, in the connector's own thread and without holding it up, where a GPU has a part in the copy.

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from .._errors import EngineUnavailable
-from .._gpu import Moment, mark, side_stream
+from .._gpu import Moment, mark, side_stream, working_on
 
 
 @attrs.frozen
@@ -175,12 +175,12 @@ class TorchLibrary:
 
     def read(self, tensor: torch.Tensor) -> bytes:
         # Not on the stream that is current: there may be work on it for a long time.
-        with torch.cuda.stream(side_stream(tensor.device)):
+        with working_on(side_stream(tensor.device)):
             host = tensor.cpu()
         return ctypes.string_at(host.data_ptr(), host.numel())
 
     def write(self, tensor: torch.Tensor, data: bytes) -> None:
-        with torch.cuda.stream(side_stream(tensor.device)):
+        with working_on(side_stream(tensor.device)):
             tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
@@ -190,9 +190,11 @@ class _TorchLane:
         self._there: torch.cuda.Stream | None = None
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
-        there = None
-        if target.device != source.device:  # of one process: torch makes the other side's stream wait, too
-            there = self._there = self._there or side_stream(target.device)
-        with torch.cuda.stream(there), torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return mark(self._stream)
+        with working_on(self._stream):
+            if target.device == source.device:
+                target.copy_(source, non_blocking=True)
+            else:  # of one process: torch makes the current stream of the other side wait, too
+                self._there = self._there or side_stream(target.device)
+                with working_on(self._there), torch.cuda.device(source.device):
+                    target.copy_(source, non_blocking=True)
+            return mark(self._stream)
