@@ -10,6 +10,7 @@ N ?= 5
 help:
 	@echo "make demo     run the three-stage pipeline    (ARGS='--wav FILE', see ARGS=--help)"
 	@echo "make test     run the tests                   (ARGS='-k name')"
+	@echo "make bench    measure, beside other ways    (ARGS='--quick', see ARGS=--help)"
 	@echo "make lint     ruff and mypy"
 	@echo "make repeat   the deterministic tests N times in random order (N=1000)"
 
@@ -19,14 +20,24 @@ demo: $(VENV)/.ready-demo
 test: $(VENV)/.ready-test
 	$(RUN) -m pytest $(ARGS)
 
+bench: $(VENV)/.ready-demo $(VENV)-bench/.tried
+	@$(RUN) -m benchmarks.bench $(ARGS)
+
 lint: $(VENV)/.ready-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -m mypy -p examples
+	$(RUN) -m mypy -p examples -p benchmarks.bench
 
 repeat: $(VENV)/.ready-test
 	@.ci/repeat $(N) $(RUN)
+
+# What else is measured has an environment of its own; what cannot be had here is left out, and the output says so.
+$(VENV)-bench/.tried: benchmarks/bench/requirements.txt | $(RUN)
+	@echo "installing what trio_mori is measured beside into $(VENV)-bench: 350 MB"
+	@$(RUN) -m venv --clear $(VENV)-bench
+	@$(VENV)-bench/bin/python -m pip install -q --no-deps -r $< || echo "some of it is not to be had here"
+	@touch $@
 
 # One stamp for each set of extras; a changed pyproject.toml or constraints.txt installs again.
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(RUN)
@@ -50,6 +61,6 @@ $(RUN):
 	echo "Name another one with: make PYTHON=/path/to/python3" >&2; \
 	exit 1
 
-.PHONY: help demo test lint repeat
+.PHONY: help demo test bench lint repeat
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

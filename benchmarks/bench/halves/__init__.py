@@ -1,0 +1,1 @@
+"""How each peer is driven. A module is imported in the environment that its peer lives in."""

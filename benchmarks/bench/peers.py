@@ -1,0 +1,169 @@
+"""Who is measured, in which environment, and what stands for them in tables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import random
+import signal
+import socket
+from typing import Any
+
+from .environments import Environment
+from .turn import Pipe, Turn
+
+TURN_LIMIT = 90.0  # seconds: one turn takes two at most, and whoever hangs is to be named
+OPEN_LIMIT = 60.0
+CLOSE_LIMIT = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """One way to hand chunks over.
+
+    Attributes:
+        name: As `--peer` takes it, and as the JSON has it.
+        title: As tables have it.
+        environment: Of `environments.KINDS`.
+        half: ``module:Class``.
+        options: Of the half, beside its role.
+        is_ours: Whether it is trio_mori.
+    """
+
+    name: str
+    title: str
+    environment: str
+    half: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_ours: bool = False
+
+
+def _leased(link: str) -> dict[str, Any]:
+    return {"link": link, "leased": True}
+
+
+_STOCK_MEMORY = {"connector": "SharedMemoryConnector"}
+_STOCK_MORI = {"connector": "MoriTransferEngineConnector"}
+_SHIM = {"connector": "TrioMoriConnector"}
+_OUR_ADAPTER = {**_SHIM, "ours": True}
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("async-unix", "trio_mori async, unix link", "project", "ours:Async", {"link": "unix"}, True),
+        Peer("async-zmq", "trio_mori async, zmq link", "project", "ours:Async", {"link": "zmq"}, True),
+        Peer("leased-unix", "trio_mori async, unix link, leased", "project", "ours:Async", _leased("unix"), True),
+        Peer("leased-zmq", "trio_mori async, zmq link, leased", "project", "ours:Async", _leased("zmq"), True),
+        Peer("blocking", "trio_mori.blocking", "project", "ours:Blocking", {}, True),
+        Peer("shim", "trio_mori in vllm-omni, bare", "vllm", "vllm:Bare", _SHIM, True),
+        Peer("shim+our-adapter", "trio_mori, its chunk adapter", "vllm", "adapter:Stage", _OUR_ADAPTER, True),
+        Peer("shim+stock-adapter", "trio_mori, stock chunk adapter", "vllm", "adapter:Stage", _SHIM, True),
+        Peer("memory+stock-adapter", "stock SharedMemory, its adapter", "vllm", "adapter:Stage", _STOCK_MEMORY),
+        Peer("mori+stock-adapter", "stock Mori (stand-in), its adapter", "vllm", "adapter:Stage", _STOCK_MORI),
+        Peer("memory", "stock SharedMemory, bare, tight loop", "vllm", "vllm:Bare", _STOCK_MEMORY),
+        Peer("mori", "stock Mori (stand-in), bare, tight loop", "vllm", "vllm:Bare", _STOCK_MORI),
+        Peer("nixl", "NIXL, bare engine, polled", "engines", "engines:Nixl"),
+        Peer("mooncake", "Mooncake tcp, bare engine", "engines", "engines:Mooncake"),
+        Peer("wake-up", "floor: wake-up by a unix socket", "project", "floors:Socket"),
+        Peer("round-trip", "floor: blocking pyzmq round trip", "project", "floors:Echo"),
+        Peer("memcpy", "floor: memmove", "project", "floors:Copy"),
+        Peer("extents", "trio_mori's allocator", "project", "allocators:Ours", {}, True),
+        Peer("stock-extents", "stock allocator", "vllm", "allocators:Stock"),
+    )
+}  # fmt: skip
+
+
+class PeerFailed(Exception):
+    """One of the two halves failed, hung or died; says which, in what, and what it said."""
+
+
+_ports = itertools.count(random.randrange(20000, 28000, 2), 2)
+
+
+def free_port() -> int:
+    """A port that is free, as is the one behind it; below those that the kernel gives to connections."""
+    for port in _ports:
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("0.0.0.0", port))
+            second.bind(("0.0.0.0", port + 1))
+            return port
+    raise AssertionError("unreachable: the count has no end, and bind refuses ports above 65535 with OverflowError")
+
+
+class Pair:
+    """The two halves of a peer, each a process."""
+
+    def __init__(self, peer: Peer, environment: Environment) -> None:
+        self.peer = peer
+        self._pipes: dict[str, Pipe] = {}
+        self._processes: dict[str, int] = {}
+        self._port = free_port()
+        for role in ("send", "receive"):
+            self._pipes[role], self._processes[role] = environment.fork(peer.half, {**peer.options, "role": role})
+
+    def open(self, pool: int) -> None:
+        """Raises PeerFailed."""
+        self._order("send", {"do": "open", "pool": pool, "other": self._port})
+        sender = self._answer("send", OPEN_LIMIT)["other"]
+        self._order("receive", {"do": "open", "pool": pool, "other": sender})
+        receiver = self._answer("receive", OPEN_LIMIT)["other"]
+        self._order("send", {"do": "meet", "other": receiver})
+        self._answer("send", OPEN_LIMIT)
+
+    def turn(self, turn: Turn) -> dict[str, dict[str, Any]]:
+        """Do it, and return what both halves measured. Raises PeerFailed."""
+        self.begin(turn)
+        return self.end()
+
+    def begin(self, turn: Turn) -> None:
+        """Set it going."""
+        order = {"do": "turn", "turn": dataclasses.asdict(turn)}
+        self._early: dict[str, Any] = {}
+        if turn.scenario in ("streams", "parked"):
+            self._order("receive", order)
+            self._answer("receive", TURN_LIMIT)
+            self._order("send", order)
+            return
+        self._order("send", order)
+        self._early = {"send": self._answer("send", TURN_LIMIT)}
+        self._order("receive", order)
+
+    def end(self) -> dict[str, dict[str, Any]]:
+        """Wait for it. The receiver first: a failure there is the cause of what the sender says."""
+        receive = self._answer("receive", TURN_LIMIT)
+        return {"receive": receive, "send": self._early.get("send") or self._answer("send", TURN_LIMIT)}
+
+    def close(self) -> None:
+        """In order if they can, else by a signal."""
+        try:
+            for role in ("receive", "send"):
+                self._order(role, {"do": "close"})
+            for role in ("receive", "send"):
+                self._answer(role, CLOSE_LIMIT)
+        except PeerFailed:
+            self.kill()
+        for pipe in self._pipes.values():
+            pipe.close()
+
+    def kill(self) -> None:
+        """End both processes at once."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def _order(self, role: str, order: dict[str, Any]) -> None:
+        try:
+            self._pipes[role].send(order)
+        except OSError as error:
+            raise PeerFailed(f"{self.peer.name}, {role}: its process has gone") from error
+
+    def _answer(self, role: str, limit: float) -> dict[str, Any]:
+        try:
+            answer = self._pipes[role].receive(limit)
+        except (TimeoutError, EOFError, OSError) as error:
+            raise PeerFailed(f"{self.peer.name}, {role}: {error or 'its process has gone'}") from error
+        if "error" in answer:
+            raise PeerFailed(f"{self.peer.name}, {role}: {answer['error']}")
+        return answer
