@@ -220,9 +220,9 @@ class ConnectorConfig:
         "How long a payload outlives its delivery to a stock receiver, which never acknowledges: its query time-out.",
     )
     busy_poll_us: int = _key(
-        Integer(0, 1000, note=" microseconds"),
+        Integer(0, 100_000, note=" microseconds"),
         0,
-        "Spin so long before sleeping. 0: an idle connector uses no CPU. At most the stock adapter's interval, 1 ms.",
+        "A get that waits keeps its core awake for so long, and returns earlier for that CPU time. 0: never.",
     )
 
     # --- limits ---

@@ -89,6 +89,7 @@ class Receiver:
         self._quarantine = QuarantineWatch(self._name_of)
         self._closing = False
         self._placing = False
+        self._spinning = False
         self._settled = trio.Event()
         self._first_upstream = trio.Event()
         pool.on_room = self._note_room
@@ -270,7 +271,9 @@ class Receiver:
         try:
             if interest.settled:
                 await trio.lowlevel.checkpoint()
-            else:
+            elif self.config.busy_poll_us and not self._spinning:
+                await self._spin(interest)
+            if not interest.settled:
                 await self._park(interest)
         except BaseException:
             self.give_back(interest)
@@ -282,6 +285,19 @@ class Receiver:
             return False
         self._check(interest)
         return True
+
+    async def _spin(self, interest: Interest) -> None:
+        """Keep the run from sleeping for `busy_poll_us`, or until what is waited for is here.
+
+        Other tasks have their turns all the while. One that waits does this for all.
+        """
+        deadline = trio.current_time() + self.config.busy_poll_us / 1e6
+        self._spinning = True
+        try:
+            while not interest.settled and trio.current_time() < deadline:
+                await trio.lowlevel.checkpoint()
+        finally:
+            self._spinning = False
 
     async def _park(self, interest: Interest) -> None:
         interest.waiter = trio.lowlevel.current_task()
