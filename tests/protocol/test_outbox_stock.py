@@ -176,6 +176,31 @@ def test_a_write_that_was_given_up_pins_its_source_until_it_ends_and_is_not_answ
     assert desk.clean
 
 
+@pytest.mark.parametrize("ends", ["before", "during", "after"])
+@pytest.mark.parametrize("how", ["overdue", "unsettled"])
+def test_a_caller_whose_write_was_given_up_gets_the_payload_when_it_asks_again(how: str, ends: str) -> None:
+    desk = StockDesk()
+    entry = desk.put()
+    late = pulled_late(desk, how)
+    if ends == "before":
+        desk.end(late)
+    desk.pull()
+    ticket = desk.begun()
+    if ends == "during":
+        desk.end(late)
+        assert not desk.answers()
+        assert entry.phase is Phase.CLAIMED
+    desk.end(ticket)
+    assert desk.answers() == [wire.TRANSFER_DONE]
+    assert desk.ask()[1] is entry, "it may have lost the answer"
+    desk.pull()
+    desk.written()
+    if ends == "after":
+        desk.end(late)
+    desk.ask("another@0_1")
+    assert desk.clean
+
+
 def test_a_payload_that_is_cleaned_up_during_its_pull_is_not_delivered() -> None:
     desk = StockDesk()
     entry = desk.put()

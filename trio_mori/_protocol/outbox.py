@@ -468,7 +468,7 @@ class Outbox:
         if told:
             return
         if isinstance(holder, StockCaller):
-            self.pulls.fail(holder)
+            self.pulls.give_up(holder)
         elif holder.state is Want.WRITING:
             code = wire.GONE if entry.phase is Phase.DYING else wire.TRANSFER_FAILED
             self._fail(holder, code, why, settled=False)

@@ -99,19 +99,28 @@ class Pulls:
         """Tell a caller that its pull came to nothing."""
         self.answers.append((caller, wire.TRANSFER_ERROR))
 
+    def give_up(self, caller: StockCaller) -> None:
+        """Tell a caller that its pull failed, though its write may still go on; its next request is a new caller's.
+
+        It has its answer, so that it may ask again by the same socket, and the write may never end.
+        """
+        self._callers.pop(caller.route, None)
+        self.fail(caller)
+
     def ended(self, ticket: Ticket, caller: StockCaller, now: float, error: str | None) -> None:
         """The write of a pull is over."""
+        if ticket.course is not Course.RUNNING:
+            return  # it was given up
         caller.ticket = None
         entry = ticket.entry
-        if error is None and entry.phase is Phase.CLAIMED and ticket.course is Course.RUNNING:
+        if error is None and entry.phase is Phase.CLAIMED:
             entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
             self._counters.stock_delivered += 1
             caller.held, caller.held_until = entry, now + self._keep
             self.answers.append((caller, wire.TRANSFER_DONE))
             return
         self._callers.pop(caller.route, None)
-        if ticket.course is Course.RUNNING:
-            self.fail(caller)
+        self.fail(caller)
 
     def expire(self, now: float) -> None:
         """Free what was kept for retries that did not come."""
