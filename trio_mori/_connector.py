@@ -384,6 +384,7 @@ class Connector:
         if sender is not None:
             held |= sender.book.shelf.held()
             events |= {f"out_{k}": v for k, v in attrs.asdict(sender.book.counters).items()}
+            events["refused_receivers"] = sender.reception.refused
             events["malformed_out"] = sender.reception.malformed + sender.reception.stock.malformed
         pool = self._pool.statistics()
         held["free"] = pool.free

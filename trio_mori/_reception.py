@@ -13,6 +13,7 @@ import trio
 from ._config import ConnectorConfig
 from ._errors import SHORTAGES, ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError
 from ._events import PEER_ENDED
+from ._log_limit import LogLimit
 from ._offers import find_offer, offer_of
 from ._pool import Pool
 from ._protocol import wire
@@ -46,6 +47,7 @@ class Reception:
     Attributes:
         stock: Answers what is not of the native dialect.
         malformed: Messages that could not be understood, of that dialect.
+        refused: Hellos of receivers that cannot be served: no common engine, a pool that cannot be written, no place.
         local: Name of the link for processes of this host; empty: there is none.
         may_yield: Asked when another instance of this deployment wants the port. True: it will be given up.
     """
@@ -61,6 +63,8 @@ class Reception:
         deployment: wire.Deployment,
     ) -> None:
         self.malformed = 0
+        self.refused = 0
+        self._log_limit = LogLimit()
         self.local = ""
         self.may_yield: Callable[[], bool] = lambda: False
         self._leaving = False
@@ -104,7 +108,12 @@ class Reception:
 
     def _on_requests(self, link: Link, route: bytes, body: wire.Requests) -> None:
         session = self._book.sessions.get(body.session)
-        if session is None or session.generation != body.generation or body.epoch != self._sender.epoch:
+        if (
+            session is None
+            or session.generation != body.generation
+            or body.epoch != self._sender.epoch
+            or not _came_by(session, link, route)
+        ):
             link.send(wire.encode(wire.Stale(body.session, body.generation, self._sender.epoch)), route)
             return
         now = trio.current_time()
@@ -139,9 +148,12 @@ class Reception:
             self._engine.drop_peer(peer)
 
     def _on_route_gone(self, link: Link, route: bytes) -> None:
+        self._leave_route(link, route, None)
+
+    def _leave_route(self, link: Link, route: bytes, successor: Session | None) -> None:
+        """Of one connection there is one session at a time: who has another one may be forgotten."""
         for session in self._book.sessions.values():
-            receiver = session.handle
-            if isinstance(receiver, NativePeer) and receiver.link is link and receiver.route == route:
+            if session is not successor and _came_by(session, link, route):
                 self._book.disconnected(session)
 
     # --- hello --------------------------------------------------------------------------------------------
@@ -154,6 +166,10 @@ class Reception:
             return
         peer = self._reach(link, route, hello)
         if peer is None:
+            return
+        if known is not None and known.generation == hello.generation and not _came_by(known, link, route):
+            # A receiver that has another connection counts on; this is a copy of what it said.
+            link.send(wire.encode(wire.Stale(hello.session, hello.generation, self._sender.epoch)), route)
             return
         before = None if known is None else known.handle
         receiver = NativePeer(link, route, peer)
@@ -175,6 +191,7 @@ class Reception:
             link.send(wire.encode(wire.Stale(hello.session, hello.generation, self._sender.epoch)), route)
             return
         if known is not session:
+            self._leave_route(link, route, session)
             self._nursery.start_soon(self._watch, session, receiver)
         elif isinstance(before, NativePeer):
             receiver.fence = before.fence
@@ -214,7 +231,8 @@ class Reception:
         except DescriptorRefused as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
                 # No answer: the receiver says hello again at its next heartbeat, when there may be room for it.
-                logger.warning("receiver %s has to wait: %s", hello.session.hex(), error)
+                if self._log_limit.admits():
+                    logger.warning("receiver %s has to wait: %s", hello.session.hex(), error)
             else:
                 self._mismatch(link, route, hello, str(error))
         except ConnectorClosed:
@@ -222,7 +240,9 @@ class Reception:
         return None
 
     def _mismatch(self, link: Link, route: bytes, hello: wire.Hello, detail: str) -> None:
-        logger.warning("receiver %s refused: %s", hello.session.hex(), detail)
+        self.refused += 1
+        if self._log_limit.admits():
+            logger.warning("receiver %s refused: %s", hello.session.hex(), detail)
         body = wire.Mismatch(hello.session, hello.generation, [self._engine.name], detail[:1024])
         link.send(wire.encode(body), route)
 
@@ -253,3 +273,9 @@ class Reception:
         for session in list(self._book.sessions.values()):
             self._say_goodbye(session)
         self._leaving = False
+
+
+def _came_by(session: Session, link: Link, route: bytes) -> bool:
+    """Whether that is the connection of a session: by any other, what it is said to say is a copy."""
+    receiver = session.handle
+    return isinstance(receiver, NativePeer) and receiver.link is link and receiver.route == route

@@ -12,6 +12,7 @@ import trio
 from . import _payload, _stock_payload
 from ._config import ConnectorConfig
 from ._errors import DescriptorRefused, NoRoom, RemoteProtocolError, TooBig, UnsupportedPayload
+from ._log_limit import LogLimit
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
 from ._protocol.entries import Entry
@@ -80,6 +81,7 @@ class StockReception:
             on_forgotten: Told of a receiver that is not known any more.
         """
         self.malformed = 0
+        self._log_limit = LogLimit()
         self.peers: dict[EnginePeer, trio.CancelScope] = {}
         self._sender = sender
         self._book = sender.book
@@ -125,7 +127,7 @@ class StockReception:
         try:
             peer = self._engine.add_peer(Descriptor(body.engine_desc_packed, body.mem_desc_packed))
         except DescriptorRefused as error:
-            logger.warning("pull of %r refused: %s", body.request_id, error)
+            self._warn("pull of %r refused: %s", body.request_id, error)
             self._answer(request, wire.TRANSFER_ERROR)
             return
         self._keep(peer)
@@ -134,11 +136,15 @@ class StockReception:
             self._book.pulls.refuse(caller)
             return
         if body.length != size:
-            logger.warning("pull of %r refused: it asks for %d bytes of %d", entry.key, body.length, size)
+            self._warn("pull of %r refused: it asks for %d bytes of %d", entry.key, body.length, size)
         self._book.pull(caller, entry, destination=body.dst_offset, length=body.length, region_size=peer.size)
 
     def _answer(self, request: _Request, answer: bytes | wire.StockFound) -> None:
         request.link.send(wire.encode_stock_answer(answer), request.route)
+
+    def _warn(self, text: str, *details: object) -> None:
+        if self._log_limit.admits():
+            logger.warning(text, *details)
 
     # --- encodings ----------------------------------------------------------------------------------------
 
@@ -148,7 +154,7 @@ class StockReception:
             size = _stock_payload.stock_size(entry.header, self._pool.tensor(entry.extent, entry.size))
             extent = self._pool.reserve_nowait(size, OUTBOUND)
         except (UnsupportedPayload, NoRoom, TooBig) as error:
-            logger.warning("a stock peer cannot have %r: %s", entry.key, error)
+            self._warn("a stock peer cannot have %r: %s", entry.key, error)
             return False
         self._book.pulls.begin_encoding(entry, extent, size)
         return True

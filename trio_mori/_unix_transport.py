@@ -325,4 +325,4 @@ def is_own_user(connection: socket.socket) -> bool:
     """Whether the process at the other end runs as this user; the kernel knows."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     _pid, uid, _gid = _UCRED.unpack(credentials)
-    return bool(uid == os.getuid())
+    return bool(uid == os.geteuid())

@@ -22,6 +22,7 @@ from ._errors import (
 )
 from ._events import PEER_ENDED, PEER_LOST, SENDER_REFUSED
 from ._keys import Keys
+from ._log_limit import LogLimit
 from ._offers import find_offer, offer_of
 from ._protocol import interests as book
 from ._protocol import wire
@@ -97,6 +98,7 @@ class Upstream:
         self.timeouts = 0
         self.refusals = 0
         self._around = surroundings
+        self._log_limit = LogLimit()
         self._remote: Link | None = None
         self._connected = False  # the remote link
         self._barred = ""  # why not, if the keys are why
@@ -286,7 +288,8 @@ class Upstream:
                 self._on_replies(body, now)
         except RemoteProtocolError as error:
             self.malformed += 1
-            logger.warning("from %s: %s", self.endpoint.address, error)
+            if self._log_limit.admits():
+                logger.warning("from %s: %s", self.endpoint.address, error)
 
     def _on_version_range(self, body: wire.VersionRange) -> None:
         """The sender could not understand something: it is of another release, or a message did not come whole."""

@@ -12,6 +12,7 @@ import zmq
 
 from ._events import PEER_REFUSED
 from ._keys import Keys
+from ._log_limit import LogLimit
 from ._zmq_socket import Happened, Monitor, Socket, ZmqTransport, encode_key
 
 logger = logging.getLogger("trio_mori.security")
@@ -54,6 +55,7 @@ class Guard:
         self._address = address
         self._hosts: dict[int, str] = {}  # of connections whose handshake is under way, by descriptor
         self._logged: dict[tuple[str, str], None] = {}
+        self._log_limit = LogLimit()
 
     # --- before ---------------------------------------------------------------------------------------------
 
@@ -103,7 +105,7 @@ class Guard:
             self._log(host, _NO_WORD)
 
     def _log(self, host: str, why: str) -> None:
-        if (host, why) in self._logged:
+        if (host, why) in self._logged or not self._log_limit.admits():
             return
         if len(self._logged) == _LOGGED:
             self._logged.clear()

@@ -34,6 +34,13 @@ CONNECT_TIMEOUT = 5_000
 # Milliseconds: more than any task keeps the trio thread from closing the socket; see `DiallingLink`.
 NEVER_RECONNECT = 3_600_000
 
+# Messages to one peer that may wait until it reads: twice the fetches that one may have open at most, each of which is
+# answered once. One that reads nothing and has more coming is no receiver of ours, and counts as gone.
+SEND_LIMIT = 65536
+
+# Messages of one peer that may wait until we read; at 4 MiB each they are 256 MiB. Whoever sends more waits.
+RECEIVE_LIMIT = 64
+
 # Seconds: a host that vanished without a word is noticed after 10 + 3 * 5, before the peer_timeout of 30.
 KEEPALIVE_IDLE = 10
 KEEPALIVE_INTERVAL = 5
@@ -135,15 +142,18 @@ def open_socket(kind: int, max_bytes: int, context: zmq.Context[Socket] | None =
     try:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-        # No limit on what waits to be sent: at one, a ROUTER drops without a word. The protocol bounds it.
-        socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE)
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL)
         socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_COUNT)
         if kind == zmq.ROUTER:
+            # Without it, what is above the limit is dropped without a word.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.SNDHWM, SEND_LIMIT)
+            socket.setsockopt(zmq.RCVHWM, RECEIVE_LIMIT)
         else:
+            # The protocol bounds what we have to say.
+            socket.setsockopt(zmq.SNDHWM, 0)
             # At a limit the socket stops reading, and would not notice that the connection is gone.
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
