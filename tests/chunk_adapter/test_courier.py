@@ -1,0 +1,432 @@
+"""The loop's half: order, ends that are not overtaken, cuts, failures, and a close after which nothing runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from chunk_fakes import codes
+from trio_mori_vllm_omni.chunks._flows import AHEAD, Arrived, Broken, Ended, Inflow, Outflow, Outgoing
+from trio_mori_vllm_omni.chunks._marks import failure_of, is_last
+from trio_mori_vllm_omni.chunks._receiving import PAUSE
+from trio_mori_vllm_omni.chunks._sending import TERMINAL_GRACE
+from wires import MemoryWire, Names, chunk, next_events, open_courier
+
+from trio_mori import ConnectorClosed, Expired, Gone, KeyBusy, TooBig, TransferFailed
+
+pytestmark = pytest.mark.deterministic
+
+
+@pytest.fixture
+def wire() -> MemoryWire:
+    return MemoryWire()
+
+
+# --- sending ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [{"x": 19}, {}])
+async def test_twenty_chunks_arrive_in_order_and_the_end_after_them(wire: MemoryWire, last: Any) -> None:
+    flow, forgotten = Outflow("id", "r"), Names()
+    async with open_courier(wire, forgotten) as courier:
+        courier.begin(flow)
+        for number in range(19):
+            courier.send(flow, chunk({"x": number}))
+        courier.send(flow, chunk(last, terminal=True))
+        courier.flush()
+        assert await next_events(courier, 1) == [Ended(flow)]
+        await forgotten.wait(1)
+    assert wire.sent("r") == [{"x": number} for number in range(19)] + [last]
+    assert forgotten == ["r"]
+
+
+async def test_a_step_that_makes_no_payload_takes_no_number(wire: MemoryWire) -> None:
+    flow, numbers = Outflow("id", "r"), list[int]()
+
+    def build(payload: object) -> Callable[[int], object]:
+        def run(number: int) -> object:
+            numbers.append(number)
+            return payload
+
+        return run
+
+    async with open_courier(wire) as courier:
+        courier.begin(flow)
+        for payload in (None, "a", None, "b"):
+            courier.send(flow, Outgoing(build(payload), False))
+        courier.send(flow, Outgoing(build("end"), True))
+        courier.flush()
+        await next_events(courier, 1)
+    assert wire.sent("r") == ["a", "b", "end"]
+    assert numbers == [0, 0, 1, 1, 2]
+
+
+async def test_processors_run_one_at_a_time_and_never_in_the_loop(wire: MemoryWire) -> None:
+    loop, running, most = threading.get_ident(), 0, 0
+
+    def build(number: int) -> object:
+        nonlocal running, most
+        assert threading.get_ident() != loop
+        running += 1
+        most = max(most, running)
+        running -= 1
+        return number
+
+    flows = [Outflow(f"id{at}", f"r{at}") for at in range(8)]
+    async with open_courier(wire) as courier:
+        for flow in flows:
+            courier.begin(flow)
+            for _ in range(4):
+                courier.send(flow, Outgoing(build, False))
+            courier.send(flow, Outgoing(build, True))
+        courier.flush()
+        assert len(await next_events(courier, 8)) == 8
+    assert most == 1
+    assert all(wire.sent(flow.external_id) == [0, 1, 2, 3, 4] for flow in flows)
+
+
+async def test_a_request_without_room_does_not_delay_the_processing_of_another(wire: MemoryWire) -> None:
+    first, second = Outflow("id1", "r"), Outflow("id2", "q")
+    built = Names()
+    wire.room = 0
+
+    def build(name: str, number: int) -> object:
+        built.note(name)
+        return name
+
+    async with open_courier(wire) as courier:
+        for flow in (first, second):
+            courier.begin(flow)
+            courier.send(flow, Outgoing(partial(build, flow.external_id), True))
+        courier.flush()
+        await built.wait(2)
+        wire.room = 2
+        wire.change()
+        assert len(await next_events(courier, 2)) == 2
+
+
+async def test_a_cut_drops_what_is_queued_and_what_nobody_has_fetched(wire: MemoryWire) -> None:
+    flow, forgotten = Outflow("id", "r"), Names()
+    wire.chunks["r1", 0] = "of another"
+    async with open_courier(wire, forgotten) as courier:
+        courier.begin(flow)
+        for number in range(3):
+            courier.send(flow, chunk(number))
+        courier.flush()
+        with trio.fail_after(10):
+            await wire.wait_for(lambda: len(wire.chunks) == 4)
+        courier.send(flow, chunk(3))
+        courier.cut(flow, None)
+        courier.flush()
+        assert await next_events(courier, 1) == [Ended(flow)]
+    assert wire.chunks == {("r1", 0): "of another"}
+
+
+async def test_a_cut_while_a_processor_runs_leaves_nothing_of_it(wire: MemoryWire) -> None:
+    flow, forgotten = Outflow("id", "r"), Names()
+    began, may_end = threading.Event(), threading.Event()
+
+    def build(number: int) -> object:
+        began.set()
+        assert may_end.wait(10)
+        assert not forgotten
+        return number
+
+    async with open_courier(wire, forgotten) as courier:
+        courier.begin(flow)
+        courier.send(flow, Outgoing(build, False))
+        courier.flush()
+        await trio.to_thread.run_sync(began.wait)
+        courier.cut(flow, None)
+        courier.flush()
+        may_end.set()
+        assert await next_events(courier, 1) == [Ended(flow)]
+        await forgotten.wait(1)
+    assert not wire.chunks
+
+
+async def test_a_cut_with_a_failure_tells_the_next_stage_after_what_was_sent(wire: MemoryWire) -> None:
+    flow = Outflow("id", "r")
+    async with open_courier(wire) as courier:
+        courier.begin(flow)
+        courier.send(flow, chunk({"x": 0}))
+        courier.flush()
+        with trio.fail_after(10):
+            await wire.wait_for(lambda: bool(wire.chunks))
+        courier.cut(flow, "stage 0: it is gone")
+        courier.flush()
+        await next_events(courier, 1)
+    first, last = wire.sent("r")
+    assert first == {"x": 0}
+    assert is_last(last)
+    assert failure_of(last) == "stage 0: it is gone"
+
+
+async def test_a_new_life_waits_for_the_end_of_the_one_before_and_clears_what_that_left(wire: MemoryWire) -> None:
+    first = Outflow("id1", "r")
+    second = Outflow("id2", "r", first)
+    wire.room = 1
+    async with open_courier(wire) as courier:
+        courier.begin(first)
+        courier.send(first, chunk("old 0"))
+        courier.send(first, chunk("old 1", terminal=True))
+        courier.begin(second)
+        courier.send(second, chunk("new 0", terminal=True))
+        courier.flush()
+        with trio.fail_after(10):
+            await wire.wait_for(lambda: bool(wire.chunks))
+        await wire.wait_refused()
+        assert wire.sent("r") == ["old 0"]
+        wire.room = 2
+        wire.change()
+        assert await next_events(courier, 2) == [Ended(first), Ended(second)]
+    assert wire.sent("r") == ["new 0"]
+
+
+async def test_a_life_that_was_cut_before_its_turn_leaves_the_one_before_alone(wire: MemoryWire) -> None:
+    first = Outflow("id1", "r")
+    second = Outflow("id2", "r", first)
+    wire.room = 0
+    async with open_courier(wire) as courier:
+        courier.begin(first)
+        courier.send(first, chunk("old", terminal=True))
+        courier.begin(second)
+        courier.send(second, chunk("new"))
+        courier.cut(second, None)
+        courier.flush()
+        await wire.wait_refused()
+        wire.room = None
+        wire.change()
+        assert await next_events(courier, 2) == [Ended(first), Ended(second)]
+    assert "new" not in wire.chunks.values()
+
+
+@pytest.mark.parametrize("error", [KeyBusy("busy"), TransferFailed("hm")])
+async def test_a_put_that_may_pass_is_tried_again_and_the_end_comes_once(wire: MemoryWire, error: Exception) -> None:
+    flow = Outflow("id", "r")
+    wire.failures = [error, error]
+    async with open_courier(wire) as courier:
+        courier.begin(flow)
+        courier.send(flow, chunk("end", terminal=True))
+        courier.flush()
+        assert await next_events(courier, 1) == [Ended(flow)]
+    assert wire.sent("r") == ["end"]
+
+
+@pytest.mark.parametrize("where", ["processor", "put"])
+async def test_a_chunk_that_cannot_be_sent_fails_its_request_here_and_in_the_next_stage(
+    wire: MemoryWire, where: str
+) -> None:
+    def build(number: int) -> object:
+        if number == 1 and where == "processor":
+            raise ValueError("no codes")
+        if number == 1:
+            wire.failures.append(TooBig("too big", size=2, limit=1))
+        return {"x": number}
+
+    flow, other = Outflow("id", "r"), Outflow("id2", "q")
+    async with open_courier(wire) as courier:
+        courier.begin(flow)
+        for _ in range(3):
+            courier.send(flow, Outgoing(build, False))
+        courier.flush()
+        (event,) = await next_events(courier, 1)
+        courier.send(flow, chunk("late", terminal=True))
+        courier.begin(other)
+        courier.send(other, chunk("end", terminal=True))
+        courier.flush()
+        assert await next_events(courier, 1) == [Ended(other)]
+    assert isinstance(event, Ended)
+    assert event.failure is not None
+    assert ("ValueError: no codes" if where == "processor" else "TooBig: too big") in event.failure
+    first, last = wire.sent("r")
+    assert first == {"x": 0}
+    assert failure_of(last) == event.failure
+
+
+async def test_a_failure_for_which_there_is_no_room_is_told_without_its_reason(
+    wire: MemoryWire, clock: trio.testing.MockClock
+) -> None:
+    flow = Outflow("id", "r")
+    async with open_courier(wire) as courier:
+        wire.room = 0
+        courier.begin(flow)
+        courier.cut(flow, "stage 0: it is gone")
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        clock.jump(TERMINAL_GRACE)
+        assert await next_events(courier, 1) == [Ended(flow)]
+    assert wire.lost == {("r", 0)}
+
+
+async def test_a_close_still_sends_what_is_queued_up_to_a_terminal_chunk(wire: MemoryWire) -> None:
+    ending, going = Outflow("id1", "r"), Outflow("id2", "q")
+    wire.room = 0
+    async with open_courier(wire) as courier:
+        for flow in (ending, going):
+            courier.begin(flow)
+            courier.send(flow, chunk("data"))
+        courier.send(ending, chunk("end", terminal=True))
+        courier.flush()
+        await wire.wait_refused()
+        wire.room = 3
+    assert wire.sent("r") == ["data", "end"]
+    assert wire.sent("q") == []
+
+
+async def test_a_close_gives_up_on_an_end_for_which_there_is_no_room(
+    wire: MemoryWire, clock: trio.testing.MockClock
+) -> None:
+    flow, forgotten = Outflow("id", "r"), Names()
+    wire.room = 0
+
+    async def jump() -> None:
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        clock.jump(TERMINAL_GRACE)
+
+    async with trio.open_nursery() as nursery:
+        async with open_courier(wire, forgotten) as courier:
+            courier.begin(flow)
+            courier.send(flow, chunk("end", terminal=True))
+            courier.flush()
+            await wire.wait_refused()
+            nursery.start_soon(jump)
+    assert not wire.chunks
+    assert courier.events() == []
+
+
+async def test_what_is_said_after_the_close_is_dropped(wire: MemoryWire) -> None:
+    async with open_courier(wire) as courier:
+        pass
+    courier.begin(Outflow("id", "r"))
+    courier.receive(Inflow("id", "r"))
+    courier.flush()
+    assert courier.events() == []
+
+
+# --- receiving --------------------------------------------------------------------------------------------
+
+
+async def test_chunks_are_handed_over_in_order_ahead_of_what_was_taken_but_not_far(wire: MemoryWire) -> None:
+    flow = Inflow("id", "r")
+    for number in range(AHEAD + 3):
+        wire.chunks["r", number] = codes(number)
+    async with open_courier(wire) as courier:
+        courier.receive(flow)
+        courier.flush()
+        first = await next_events(courier, AHEAD)
+        await trio.testing.wait_all_tasks_blocked()
+        assert courier.events() == []
+        courier.credit(flow, 2)
+        courier.flush()
+        more = await next_events(courier, 2)
+        assert courier.events() == []
+    assert [event.payload for event in first + more if isinstance(event, Arrived)] == [
+        codes(number) for number in range(AHEAD + 2)
+    ]
+
+
+async def test_nothing_is_asked_for_after_the_end(wire: MemoryWire) -> None:
+    flow = Inflow("id", "r")
+    wire.chunks["r", 0] = codes(1, finished=True)
+    async with open_courier(wire) as courier:
+        courier.receive(flow)
+        courier.flush()
+        assert len(await next_events(courier, 1)) == 1
+        assert wire.waiting == 0
+
+
+async def test_a_chunk_wakes_its_request_only(wire: MemoryWire) -> None:
+    async with open_courier(wire) as courier:
+        for at in range(200):
+            courier.receive(Inflow(f"id{at}", f"r{at}"))
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        assert wire.waiting == 200
+        wire.chunks["r7", 0] = codes(7)
+        wire.change()
+        (event,) = await next_events(courier, 1)
+        assert event.flow.request_id == "id7"
+
+
+async def test_a_request_that_is_dropped_leaves_its_next_chunk_with_the_sender(wire: MemoryWire) -> None:
+    flow = Inflow("id", "r")
+    async with open_courier(wire) as courier:
+        courier.receive(flow)
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        courier.drop(flow)
+        courier.drop(flow)
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        wire.chunks["r", 0] = codes(1)
+        wire.change()
+        await trio.testing.wait_all_tasks_blocked()
+        assert courier.events() == []
+    assert wire.chunks == {("r", 0): codes(1)}
+
+
+@pytest.mark.parametrize(
+    "error", [Expired("it expired", key="r_0_0"), ConnectorClosed("closed"), RuntimeError("what is this")]
+)
+async def test_what_cannot_be_had_is_told_with_its_reason_and_touches_no_other(
+    wire: MemoryWire, error: Exception
+) -> None:
+    flow, other = Inflow("id", "r"), Inflow("id2", "q")
+    wire.chunks["r", 0] = codes(0)
+    async with open_courier(wire) as courier:
+        courier.receive(flow)
+        courier.flush()
+        await next_events(courier, 1)
+        wire.failures.append(error)
+        wire.lost.add(("r", 1))
+        wire.change()
+        (event,) = await next_events(courier, 1)
+        assert isinstance(event, Broken)
+        assert event.flow is flow
+        wire.failures.clear()
+        courier.receive(other)
+        courier.flush()
+        wire.chunks["q", 0] = codes(5)
+        wire.change()
+        (event,) = await next_events(courier, 1)
+        assert event == Arrived(other, codes(5))
+
+
+async def test_a_notice_of_an_earlier_request_of_this_name_is_not_taken_for_one_of_this(wire: MemoryWire) -> None:
+    flow = Inflow("id", "r")
+    wire.failures.append(Gone("cleaned up", key="r_0_0"))
+    async with open_courier(wire) as courier:
+        courier.receive(flow)
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        wire.chunks["r", 0] = codes(1)
+        wire.change()
+        assert await next_events(courier, 1) == [Arrived(flow, codes(1))]
+
+
+async def test_a_transfer_that_failed_is_asked_for_again(wire: MemoryWire, clock: trio.testing.MockClock) -> None:
+    flow = Inflow("id", "r")
+    wire.failures += [TransferFailed("once"), TransferFailed("twice")]
+    wire.chunks["r", 0] = codes(1)
+    async with open_courier(wire) as courier:
+        courier.receive(flow)
+        courier.flush()
+        for _ in range(2):
+            await trio.testing.wait_all_tasks_blocked()
+            clock.jump(PAUSE)
+        assert await next_events(courier, 1) == [Arrived(flow, codes(1))]
+
+
+async def test_a_close_ends_what_waits_and_tells_nothing(wire: MemoryWire) -> None:
+    async with open_courier(wire) as courier:
+        courier.receive(Inflow("id", "r"))
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+    assert wire.waiting == 0
+    assert courier.events() == []
