@@ -13,7 +13,7 @@ import trio.testing
 from chunk_fakes import codes
 from trio_mori_vllm_omni.chunks._flows import AHEAD, Arrived, Broken, Ended, Inflow, Outflow, Outgoing
 from trio_mori_vllm_omni.chunks._marks import failure_of, is_last
-from trio_mori_vllm_omni.chunks._receiving import PAUSE
+from trio_mori_vllm_omni.chunks._receiving import PAUSE, RECLAIM
 from trio_mori_vllm_omni.chunks._sending import TERMINAL_GRACE
 from wires import MemoryWire, Names, chunk, next_events, open_courier
 
@@ -354,7 +354,47 @@ async def test_a_chunk_wakes_its_request_only(wire: MemoryWire) -> None:
         assert event.flow.request_id == "id7"
 
 
-async def test_a_request_that_is_dropped_leaves_its_next_chunk_with_the_sender(wire: MemoryWire) -> None:
+async def test_the_rest_of_a_request_that_is_dropped_under_way_is_fetched_and_dropped(wire: MemoryWire) -> None:
+    flow = Inflow("id", "r")
+    wire.chunks["r", 0] = codes(0)
+    async with open_courier(wire) as courier:
+        courier.receive(flow)
+        courier.flush()
+        await next_events(courier, 1)
+        courier.drop(flow)
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        wire.chunks |= {("r", 1): codes(1), ("r", 2): codes(2, finished=True)}
+        wire.change()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (wire.chunks, wire.waiting) == ({}, 0)
+        assert courier.events() == []
+
+
+async def test_that_ends_for_a_new_request_of_its_name_and_after_a_while(
+    wire: MemoryWire, clock: trio.testing.MockClock
+) -> None:
+    old, new = Inflow("id", "r"), Inflow("id", "r")
+    wire.chunks["r", 0] = codes(0)
+    async with open_courier(wire) as courier:
+        for flow in (old, new):
+            courier.receive(flow)
+            courier.flush()
+            await trio.testing.wait_all_tasks_blocked()
+            assert wire.waiting == 1
+            wire.chunks["r", 0] = codes(7)
+            wire.change()
+            await next_events(courier, 1)
+            courier.drop(flow)
+            courier.flush()
+            await trio.testing.wait_all_tasks_blocked()
+            assert wire.waiting == 1
+        clock.jump(RECLAIM)
+        await trio.testing.wait_all_tasks_blocked()
+        assert wire.waiting == 0
+
+
+async def test_a_request_that_is_dropped_leaves_its_first_chunk_with_the_sender(wire: MemoryWire) -> None:
     flow = Inflow("id", "r")
     async with open_courier(wire) as courier:
         courier.receive(flow)

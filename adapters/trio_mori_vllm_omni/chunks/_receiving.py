@@ -1,11 +1,14 @@
 """The loop's half of receiving: a task per request, which asks for its chunks in order and hands them over.
 
-Its cancel scope is the commit barrier on this side: a chunk that has not come when the scope ends stays with its
-sender. One that has come goes to the scheduler's half, which drops it if its request has ended meanwhile, and says so.
+Its cancel scope is the commit barrier on this side: after it nothing is handed over. A chunk that has come before goes
+to the scheduler's half, which drops it if its request has ended meanwhile, and says so. What the sender still has of a
+request that was under way is fetched and dropped for a while, so that it need not keep it until it expires; when the
+adapter is closed, it stays with the sender.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import attrs
@@ -17,9 +20,15 @@ from ._flows import AHEAD, Arrived, Broken, Event, Inflow
 from ._marks import is_last
 from ._wire import Wire
 
+logger = logging.getLogger("trio_mori.chunk_adapter")
+
 # What may pass is tried again so often, after this.
 RETRIES = 3
 PAUSE = 0.5
+
+# How long the rest of a request is fetched that is not wanted any more. A sender that has it all answers in a round
+# trip for each; one that was told of the end, too, has dropped it.
+RECLAIM = 2.0
 
 
 @attrs.define(eq=False)
@@ -28,11 +37,15 @@ class _Stream:
 
     Attributes:
         room: Chunks that may be asked for.
+        number: Of the chunk that is asked for next.
     """
 
     flow: Inflow
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     room: int = AHEAD
+    number: int = 0
+    is_over: bool = False
+    reclaiming: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     has_room: trio.Event = attrs.field(factory=trio.Event)
 
 
@@ -44,12 +57,17 @@ class Receiving:
         self._nursery = nursery
         self._tell = tell
         self._streams: dict[Inflow, _Stream] = {}
+        self._leaving: dict[str, _Stream] = {}  # what is fetched and dropped, by external id
+        self.reclaimed = 0
 
     def __len__(self) -> int:
         return len(self._streams)
 
     def begin(self, flow: Inflow) -> None:
         """Receive a request."""
+        before = self._leaving.get(flow.external_id)
+        if before is not None:  # its keys are those of the new one
+            before.reclaiming.cancel()
         stream = self._streams[flow] = _Stream(flow)
         self._nursery.start_soon(self._receive, stream)
 
@@ -70,21 +88,40 @@ class Receiving:
         flow = stream.flow
         try:
             with stream.scope:
-                number = 0
-                while True:
+                while not stream.is_over:
                     if not stream.room:
                         stream.has_room = trio.Event()
                         await stream.has_room.wait()
-                    payload = await self._take(flow, number)
                     stream.room -= 1
-                    number += 1
-                    self._tell(Arrived(flow, payload))
-                    if is_last(payload):
-                        return
+                    self._tell(Arrived(flow, await self._next(stream)))
         except Exception as error:  # noqa: BLE001 - told in the scheduler's thread
+            stream.is_over = True
             self._tell(Broken(flow, f"{type(error).__name__}: {error}"))
         finally:
             del self._streams[flow]
+        # Not before anything has come: then the first chunk of a new request of this name might be taken for one of it.
+        if not stream.is_over and stream.number and flow.external_id not in self._leaving:
+            await self._reclaim(stream)
+
+    async def _reclaim(self, stream: _Stream) -> None:
+        name = stream.flow.external_id
+        self._leaving[name] = stream
+        stream.reclaiming.deadline = trio.current_time() + RECLAIM
+        try:
+            with stream.reclaiming:
+                while not stream.is_over:
+                    await self._next(stream)
+                    self.reclaimed += 1
+        except Exception as error:  # noqa: BLE001 - it was not wanted
+            logger.debug("the rest of %s cannot be fetched: %s", name, error)
+        finally:
+            del self._leaving[name]
+
+    async def _next(self, stream: _Stream) -> object:
+        payload = await self._take(stream.flow, stream.number)
+        stream.number += 1
+        stream.is_over = is_last(payload)
+        return payload
 
     async def _take(self, flow: Inflow, number: int) -> object:
         attempt = 0
