@@ -1,0 +1,70 @@
+"""The short form of the lane, and whether it finds what it is there to find."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from .__main__ import describe, run_lane
+from .lane import run_round
+from .ledger import Violation
+from .plan import Fault, Kind, Plan
+from .proxy import QUIET
+
+pytestmark = [pytest.mark.faults, pytest.mark.slow]
+
+# Seconds of the short form; a round that has begun is ended. FAULTS_SECONDS is how long .ci/run takes for it.
+SECONDS = float(os.environ.get("FAULTS_SECONDS", "20"))
+
+
+def test_nothing_is_lost_hung_or_leaked_under_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    with capsys.disabled():
+        print(f"\nfault lane: seed {seed}, {SECONDS:g} s", flush=True)
+    counts = run_lane(seed=seed, seconds=SECONDS)
+    with capsys.disabled():
+        print(describe(counts), flush=True)
+    assert counts["rounds"]
+    assert counts["payloads"]
+
+
+def plain(**more: object) -> Plan:
+    """A round in which gets are cancelled, copies take a while, and pools are small."""
+    given: dict[str, object] = {
+        "seed": "planted",
+        "stages": 2,
+        "streams": 8,
+        "local": True,
+        "pool": 2 << 20,
+        "largest": 256 << 10,
+        "ttl": None,
+        "noise": QUIET,
+        "paces": (0.0, 0.005),
+        "impatience": 0.5,
+        "slow_copies": True,
+        "seconds": 5.0,
+        "faults": (),
+    }
+    return Plan(**{**given, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plant", ["freed-while-pinned", "freed-destination", "ack-ignored"])
+def test_a_planted_fault_is_found_within_a_minute(plant: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(Violation):
+        for _ in range(5):
+            run_round(plain(), tmp_path, plant=plant, settle=15)
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name.lower())
+def test_a_fault_of_each_kind_hurts_nobody(kind: Kind, tmp_path: Path) -> None:
+    lasts = 0.0 if kind in (Kind.CUT, Kind.STEP, Kind.DROP) else 0.5
+    amount = {Kind.STARVE: 1, Kind.STEP: -86400}.get(kind, 0)
+    place = 0 if kind in (Kind.REPLACE, Kind.DROP, Kind.CUT, Kind.HOLD) else 1
+    plan = plain(stages=3, seconds=1.5, paces=(0.0, 0.0, 0.005), faults=(Fault(0.3, kind, place, lasts, amount),))
+    assert run_round(plan, tmp_path)["payloads"]
