@@ -52,12 +52,17 @@ def plain(**more: object) -> Plan:
     return Plan(**{**given, **more})  # type: ignore[arg-type]
 
 
+def run_rounds(count: int, directory: Path, plant: str) -> None:
+    """So many rounds, with a fault in the code."""
+    for _ in range(count):
+        run_round(plain(), directory, plant=plant, settle=15)
+
+
 @pytest.mark.parametrize("plant", ["freed-while-pinned", "freed-destination", "ack-ignored"])
 def test_a_planted_fault_is_found_within_a_minute(plant: str, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(Violation):
-        for _ in range(5):
-            run_round(plain(), tmp_path, plant=plant, settle=15)
+        run_rounds(5, tmp_path, plant)
     assert time.monotonic() - started < 60
 
 
