@@ -91,7 +91,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             )
             if not chosen or not any(name in case.peers for case in chosen for name in wanted if name not in skipped):
                 continue
-            group = cases.Group(group.scenario, group.pool, chosen, group.one_by_one)
+            pool = min(group.pool, cases.QUICK_POOL) if args.quick else group.pool
+            group = cases.Group(group.scenario, pool, chosen, group.one_by_one)
             say(f"{time.monotonic() - began:6.0f} s  {group.scenario}: opens {group.pool >> 20} MB pools")
             for case in run.group(group):
                 result["cases"].append(case)

@@ -69,17 +69,19 @@ def size_title(size: int) -> str:
 def waiting() -> Iterator[Group]:
     """One stream whose get waits when put comes."""
     # Chunks of a turn, and seconds between them: twice as long as the slowest peer takes, so that nobody queues.
-    plan = {4 * KB: (30, 0.005), 64 * KB: (40, 0.005), MB: (15, 0.012), 16 * MB: (3, 0.15)}
+    plan = {4 * KB: (30, 0.005), 64 * KB: (40, 0.005), MB: (15, 0.012), 16 * MB: (3, 0.12)}
     for structured in (False, True):
         peers = (*OURS, *LEASED, *SYNC, *BARE, *(ADAPTERS if structured else ENGINES))
         kind = "structured" if structured else "raw"
         cases = []
         for size, (chunks, interval) in plan.items():
-            floors = ("wake-up", "round-trip") if size == 64 * KB and not structured else ()
+            beside: tuple[str, ...] = ()
+            if size == 64 * KB:
+                beside = ("awake-unix",) if structured else ("awake-unix", "wake-up", "round-trip")
             turn = Turn("streams", chunks=chunks, size=size, structured=structured, interval=interval)
             title = f"hand-off to a waiting get, {size_title(size)} {kind}"
             cases.append(
-                Case(f"waiting-{size_title(size)}-{kind}".replace(" ", ""), title, HAND_OFF, turn, (*peers, *floors))
+                Case(f"waiting-{size_title(size)}-{kind}".replace(" ", ""), title, HAND_OFF, turn, (*peers, *beside))
             )
         yield Group("waiting", 192 * MB, tuple(cases))
 
@@ -130,7 +132,7 @@ def huge() -> Iterator[Group]:
 def paced() -> Iterator[Group]:
     """Streams that each get a chunk at a fixed pace, all of them in a burst, as a step of a scheduler puts them."""
     everybody = (*OURS, "memory", "mori", *ENGINES, *ADAPTERS)
-    plan = {1: (0.005, 100), 16: (0.050, 20), 64: (0.200, 5), 256: (0.800, 2)}
+    plan = {1: (0.005, 100), 16: (0.050, 20), 64: (0.200, 3), 256: (0.800, 2)}
     cases = tuple(
         Case(
             f"paced-{streams}",
@@ -160,7 +162,7 @@ def parked() -> Iterator[Group]:
     title = "1,000 parked gets"
     ours = Case("parked-1000", title, clock, turn, (*OURS, "shim+our-adapter"), rounds=3, together=True)
     polling = dataclasses.replace(turn, seconds=2)
-    stock = Case("parked-1000-stock-adapter", f"{title}, stock adapter", clock, polling, ADAPTERS[1:], rounds=2)
+    stock = Case("parked-1000-stock-adapter", f"{title}, stock adapter", clock, polling, ADAPTERS[1:], rounds=1)
     yield Group("parked", 64 * MB, (ours, stock))
 
 
@@ -227,16 +229,15 @@ SCENARIOS = {
 }
 
 
+QUICK_POOL = 64 * MB  # holds all of the largest quick turn
+
+
 def quick(case: Case) -> Case:
     """The same with so little in it that it says only whether it runs."""
     turn = case.turn
     chunks = min(turn.chunks, 20 if turn.scenario == "allocator" else 3)
     streams = min(turn.streams, {"parked": 100, "allocator": 1000}.get(turn.scenario, 16))
-    interval = min(turn.interval, 0.05)
-    return dataclasses.replace(
-        case,
-        rounds=2,
-        turn=dataclasses.replace(
-            turn, chunks=chunks, streams=streams, interval=interval, seconds=min(turn.seconds, 0.5)
-        ),
-    )
+    size, interval = min(turn.size, 4 * MB), min(turn.interval, 0.05)
+    seconds = min(turn.seconds, 0.5)
+    smaller = dataclasses.replace(turn, chunks=chunks, streams=streams, size=size, interval=interval, seconds=seconds)
+    return dataclasses.replace(case, rounds=2, turn=smaller)

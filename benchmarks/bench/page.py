@@ -10,8 +10,8 @@ from .drawing import Dot, Line
 from .figures import Metric, goals, median, outcomes, p50, p99, rate
 from .machine import shown
 
-BLUE, DARK_BLUE, LIGHT_BLUE = "#0969da", "#0a3069", "#54aeff"
-ORANGE, BROWN, GREY, GREEN = "#d4622a", "#953800", "#8c959f", "#57756a"
+BLUE, DARK_BLUE, LIGHT_BLUE, PURPLE = "#0969da", "#0a3069", "#54aeff", "#8250df"
+ORANGE, BROWN, GREY, GREEN, TEAL = "#e16f24", "#953800", "#8c959f", "#4d7a3a", "#1b7c83"
 
 # How peers are called where there is little room, and drawn.
 STYLE = {
@@ -19,16 +19,17 @@ STYLE = {
     "async-zmq": ("trio_mori async, zmq link", BLUE),
     "leased-unix": ("trio_mori leased, unix link", DARK_BLUE),
     "leased-zmq": ("trio_mori leased, zmq link", BLUE),
+    "awake-unix": ("trio_mori, unix, busy_poll_us", DARK_BLUE),
     "blocking": ("trio_mori.blocking", BLUE),
     "shim": ("trio_mori in vllm-omni, bare", LIGHT_BLUE),
-    "shim+our-adapter": ("vllm-omni, our adapter", LIGHT_BLUE),
-    "shim+stock-adapter": ("vllm-omni, stock adapter", LIGHT_BLUE),
-    "memory+stock-adapter": ("stock SharedMemory", ORANGE),
-    "mori+stock-adapter": ("stock Mori (stand-in)", BROWN),
+    "shim+our-adapter": ("trio_mori, its adapter", LIGHT_BLUE),
+    "shim+stock-adapter": ("trio_mori, stock adapter", PURPLE),
+    "memory+stock-adapter": ("stock SharedMemory, its adapter", ORANGE),
+    "mori+stock-adapter": ("stock Mori (stand-in), its adapter", BROWN),
     "memory": ("stock SharedMemory, bare", ORANGE),
     "mori": ("stock Mori, bare", BROWN),
     "nixl": ("NIXL, engine alone", GREEN),
-    "mooncake": ("Mooncake, engine alone", GREEN),
+    "mooncake": ("Mooncake, engine alone", TEAL),
     "wake-up": ("floor: a process wakes up", GREY),
     "round-trip": ("floor: pyzmq round trip", GREY),
     "memcpy": ("floor: memmove", GREY),

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import socket
+import time
+from multiprocessing.connection import wait
 from typing import Any
 
 from .environments import Environment
@@ -44,6 +46,7 @@ def _leased(link: str) -> dict[str, Any]:
     return {"link": link, "leased": True}
 
 
+_AWAKE = {"link": "unix", "awake": 10_000}  # longer than any pause between the chunks of one stream up to 1 MB
 _STOCK_MEMORY = {"connector": "SharedMemoryConnector"}
 _STOCK_MORI = {"connector": "MoriTransferEngineConnector"}
 _SHIM = {"connector": "TrioMoriConnector"}
@@ -56,6 +59,7 @@ PEERS = {
         Peer("async-zmq", "trio_mori async, zmq link", "project", "ours:Async", {"link": "zmq"}, True),
         Peer("leased-unix", "trio_mori async, unix link, leased", "project", "ours:Async", _leased("unix"), True),
         Peer("leased-zmq", "trio_mori async, zmq link, leased", "project", "ours:Async", _leased("zmq"), True),
+        Peer("awake-unix", "trio_mori async, unix link, busy_poll_us", "project", "ours:Async", _AWAKE, True),
         Peer("blocking", "trio_mori.blocking", "project", "ours:Blocking", {}, True),
         Peer("shim", "trio_mori in vllm-omni, bare", "vllm", "vllm:Bare", _SHIM, True),
         Peer("shim+our-adapter", "trio_mori, its chunk adapter", "vllm", "adapter:Stage", _OUR_ADAPTER, True),
@@ -123,7 +127,8 @@ class Pair:
         self._early: dict[str, Any] = {}
         if turn.scenario in ("streams", "parked"):
             self._order("receive", order)
-            self._answer("receive", TURN_LIMIT)
+            if "ready" not in self._answer("receive", TURN_LIMIT):
+                raise PeerFailed(f"{self.peer.name}, receive: knows no {turn.scenario!r}: it did not say that it waits")
             self._order("send", order)
             return
         self._order("send", order)
@@ -131,9 +136,16 @@ class Pair:
         self._order("receive", order)
 
     def end(self) -> dict[str, dict[str, Any]]:
-        """Wait for it. The receiver first: a failure there is the cause of what the sender says."""
-        receive = self._answer("receive", TURN_LIMIT)
-        return {"receive": receive, "send": self._early.get("send") or self._answer("send", TURN_LIMIT)}
+        """Wait for it. Whichever half answers first may have failed, and then the other one waits for ever."""
+        found = dict(self._early)
+        until = time.monotonic() + TURN_LIMIT
+        while missing := [role for role in self._pipes if role not in found]:
+            descriptors = {self._pipes[role].fileno(): role for role in missing}
+            answered = wait(descriptors, max(until - time.monotonic(), 0))
+            for descriptor, role in descriptors.items():
+                if descriptor in answered or not answered:
+                    found[role] = self._answer(role, 0)
+        return found
 
     def close(self) -> None:
         """In order if they can, else by a signal."""

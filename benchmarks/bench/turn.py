@@ -63,7 +63,7 @@ class Pipe:
     def receive(self, timeout: float | None = None) -> dict[str, Any]:
         """Raises TimeoutError, and EOFError or OSError when the other end has gone."""
         if not self._connection.poll(timeout):
-            raise TimeoutError(f"no answer within {timeout:.0f} s")
+            raise TimeoutError("no answer in time")
         message: dict[str, Any] = json.loads(self._connection.recv_bytes())
         return message
 

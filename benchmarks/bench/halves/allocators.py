@@ -59,7 +59,7 @@ class Stock(Ours):
         allocator.free_blocks = sorted([*blocks[::2], *allocator.free_blocks])
         live = blocks[1::2]
         took = []
-        for _ in range(max(turn.chunks // 20, 10)):
+        for _ in range(max(turn.chunks // 100, 10)):
             index, size = chance.randrange(len(live)), chance.randint(1, LARGEST) * UNIT
             begin = time.perf_counter_ns()
             allocator.free(*live[index])

@@ -31,10 +31,17 @@ def configuration(role: str, pool: int, link: str, other: Any) -> dict[str, Any]
 
 
 class Async(Half):
-    """`link`: ``zmq`` or ``unix``. `leased`: by `lease`, and a payload counts as got when its block is entered."""
+    """trio_mori, awaited.
 
-    def __init__(self, role: str, link: str, leased: bool = False) -> None:
+    Args:
+        link: ``zmq`` or ``unix``.
+        leased: By `lease`, and a payload counts as got when its block is entered.
+        awake: The receiver's `busy_poll_us`.
+    """
+
+    def __init__(self, role: str, link: str, leased: bool = False, awake: int = 0) -> None:
         super().__init__(role)
+        self._awake = awake
         self._link = link
         self._leased = leased
         self._stack = AsyncExitStack()
@@ -75,6 +82,8 @@ class Async(Half):
 
     async def _open(self, pool: int, other: Any) -> Any:
         config = configuration(self.role, pool, self._link, other)
+        if self._awake and self.role == "receive":
+            config["busy_poll_us"] = self._awake
         self._connector = await self._stack.enter_async_context(trio_mori.open_connector(config))
         if self.role == "receive":
             return None
