@@ -612,10 +612,20 @@ def test_an_interpreter_exits_from_within_a_link() -> None:
     assert run_script(textwrap.dedent(LINKS) + textwrap.dedent(script)) == "exits"
 
 
-def test_a_forked_child_has_links_of_its_own_and_leaves_the_parents_alone() -> None:
-    script = """
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_forked_child_has_links_of_its_own_and_leaves_the_parents_alone(secured: bool) -> None:
+    script = f"""
+    from trio_mori._keys import Keys
+    from trio_mori._zmq_socket import new_key_pair
+
+    public, secret = new_key_pair()
+    keys = Keys(public=public, secret=secret, sender=public, allowed={{public: "own"}}) if {secured} else None
+
     async def main():
-        async with open_listener(["127.0.0.1"], 0) as listener, open_dialler("127.0.0.1", listener.port) as dialler:
+        async with (
+            open_listener(["127.0.0.1"], 0, keys=keys) as listener,
+            open_dialler("127.0.0.1", listener.port, keys=keys) as dialler,
+        ):
             await dialler.receive()
             child = os.fork()
             if child == 0:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from trio_mori import (
+    AuthenticationFailed,
     ConfigError,
     ConnectorClosed,
     KeyBusy,
@@ -215,7 +216,7 @@ class SyncConnector:
             arrival = self._home.portal.call(client.run, take, timeout=limit)
         except TimeoutError:
             return None
-        except (PayloadLost, TransferFailed, PeerLost, NoRoom, TooBig) as error:
+        except (AuthenticationFailed, PayloadLost, TransferFailed, PeerLost, NoRoom, TooBig) as error:
             client.shared.reasons.note("get", error)
             return None
         try:
