@@ -51,6 +51,11 @@ class Lessor:
         return self.pool.extents.live
 
 
+def itself(extent: Extent) -> Extent:
+    """Take memory over."""
+    return extent
+
+
 async def posted() -> None:
     """Let everything that was posted to the trio run happen."""
     await trio.testing.wait_all_tasks_blocked()
@@ -137,7 +142,7 @@ async def test_a_released_buffer_refuses_to_show_what_is_no_longer_its_own() -> 
     with pytest.raises(_errors.LeaseError):
         buffer.detach_nowait(OUTBOUND)
     with pytest.raises(_errors.LeaseError):
-        await buffer.detach(OUTBOUND)
+        await buffer.detach(OUTBOUND, itself)
     with pytest.raises(_errors.LeaseError), buffer:
         pass
 
@@ -372,11 +377,11 @@ async def test_detach_with_a_living_tensor_is_refused_and_changes_nothing() -> N
     with pytest.raises(_errors.LeaseError, match="cannot be given away"):
         buffer.detach_nowait(OUTBOUND)
     with pytest.raises(_errors.LeaseError, match="cannot be given away"):
-        await buffer.detach(OUTBOUND)
+        await buffer.detach(OUTBOUND, itself)
     assert not lessor.detached
     del alive
     with trio.testing.assert_checkpoints():
-        await buffer.detach(OUTBOUND)
+        await buffer.detach(OUTBOUND, itself)
     assert len(lessor.detached) == 1
 
 
@@ -388,7 +393,7 @@ async def test_a_detach_that_has_to_wait_can_be_cancelled_and_then_changed_nothi
     with pytest.raises(_errors.NoRoom):
         buffer.detach_nowait(OUTBOUND)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(buffer.detach, OUTBOUND)
+        nursery.start_soon(buffer.detach, OUTBOUND, itself)
         await posted()
         with pytest.raises(_errors.LeaseError):
             _ = buffer.tensor
@@ -396,7 +401,7 @@ async def test_a_detach_that_has_to_wait_can_be_cancelled_and_then_changed_nothi
     assert buffer.tensor.tolist() == [0, 0, 0, 0]
     assert not lessor.detached
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(buffer.detach, OUTBOUND)
+        nursery.start_soon(buffer.detach, OUTBOUND, itself)
         await posted()
         lessor.pool.extents.free(sent)
     assert lessor.pool.extents.used(OUTBOUND) == UNIT

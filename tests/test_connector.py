@@ -18,6 +18,8 @@ from rig import (
     filled,
     open_pair,
     port_of,
+    receiver_config,
+    start_stage,
     wait_until,
 )
 from trio.testing import MockClock
@@ -345,6 +347,32 @@ async def test_a_managed_buffer_of_this_pool_is_put_on_without_a_copy() -> None:
         assert held["leased"] == 0
         assert_books_agree(pair.receiver)
         assert await pair.receiver.cleanup("on") == 1
+        await pair.assert_whole()
+
+
+async def test_a_managed_buffer_stays_the_callers_when_its_key_became_busy_while_it_waited() -> None:
+    async with open_pair(receiver={"role": "both", "host": "127.0.0.1", "zmq_port": 0}) as pair:
+        middle = pair.receiver
+        await pair.put("k", filled(POOL // 4))
+        await middle.put("1", "2", "fill", filled(POOL * 5 // 8))
+        await middle.put("1", "2", "on", b"before")
+        async with trio.open_nursery() as nursery, middle.lease("0", "1", "k") as lease:
+            last = await start_stage(nursery, pair.fabric, **receiver_config(middle))
+            put = begin(nursery, middle.put, "1", "2", "on", lease.buffer)
+            await wait_until(lambda: middle.statistics().pool.waiting)
+            pair.receiver_engine.hold()
+            got = begin(nursery, last.connector.get, "1", "2", "on")
+            await wait_until(lambda: pair.receiver_engine.held)
+            assert await middle.cleanup("fill") == 1
+            with pytest.raises(KeyBusy):
+                await put.wait()
+            assert bool((lease.tensor == 7).all())
+            assert_books_agree(middle)
+            pair.receiver_engine.release()
+            assert await got.wait() == b"before"
+            await middle.put("1", "2", "on", lease.buffer)
+            assert bool((await last.connector.get("1", "2", "on") == 7).all())
+            await last.close()
         await pair.assert_whole()
 
 

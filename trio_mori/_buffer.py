@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +16,8 @@ from ._pool import Pool
 from ._protocol.extents import Extent
 
 __all__ = ["ManagedBuffer"]
+
+T = TypeVar("T")
 
 
 class _Claim:
@@ -200,8 +203,11 @@ class ManagedBuffer:
         self._give_away(self._end())
         return moved
 
-    async def detach(self, share: str) -> Extent:
+    async def detach(self, share: str, take: Callable[[Extent], T]) -> T:
         """As `detach_nowait`, but waits for room. Meanwhile the buffer cannot be used; cancelled, it is as before.
+
+        Args:
+            take: Takes the memory over. If it raises instead, the buffer is as before.
 
         Raises:
             LeaseError: it has ended, or tensors taken from it are alive. Nothing was changed.
@@ -212,11 +218,16 @@ class ManagedBuffer:
         claim = self._end()
         try:
             moved = await self._pool.transfer(self._extent, share)
+            try:
+                taken = take(moved)
+            except BaseException:
+                self._pool.extents.undo_transfer(moved, self._extent)
+                raise
         except BaseException:
             self._claim = claim
             raise
         self._give_away(claim)
-        return moved
+        return taken
 
     def __enter__(self) -> ManagedBuffer:
         self._require_claim()

@@ -92,7 +92,7 @@ class Sender:
             size = data.size
             if self._pool.on_gpu:  # for what the caller has queued to be written there
                 await wait_over(mark_current(self._pool.region.tensor.device))
-            return self._publish_buffer(key, await data.detach(OUTBOUND), size)
+            return await data.detach(OUTBOUND, lambda extent: self._publish_buffer(key, extent, size))
         await trio.lowlevel.checkpoint_if_cancelled()
         plan = data if isinstance(data, _payload.Plan) else plan_payload(data)
         try:
@@ -148,6 +148,7 @@ class Sender:
         self.book.shelf.check_free(key)
 
     def _publish_buffer(self, key: str, extent: Extent, size: int) -> Receipt:
+        self._check_open(key)  # while the memory is not ours yet: it stays with the caller
         plan = _payload.plan(torch.empty(size, dtype=torch.uint8))  # for its header; the memory is never touched
         return self.publish(self.book.stage(key, extent), plan)
 

@@ -217,6 +217,13 @@ class Extents:
             free=self._free,
         )
 
+    def undo_transfer(self, moved: Extent, extent: Extent) -> None:
+        """Book an extent as it was before its `transfer`, even if a guarantee cannot be kept for a while."""
+        self._leave(moved)
+        self._enter(extent)
+        if self.on_free is not None:
+            self.on_free()
+
     def check(self) -> None:
         """Verify everything that must hold between two calls; O(n log n), for tests.
 
