@@ -112,6 +112,21 @@ def test_a_fetch_above_the_limit_is_refused_for_good_and_told_until_it_is_heard(
     assert pulse == wire.Pulse(1, [])
 
 
+def test_a_get_that_is_asked_anew_while_its_write_runs_counts_once() -> None:
+    desk = SenderDesk(max_fetches=1)
+    session = desk.meet()
+    desk.put()
+    desk.fetch(session, 1)
+    ticket = desk.begun()
+    desk.hear(session, wire.Cancel([1]))
+    desk.fetch(session, 2, room=0)
+    assert not desk.said(session)
+    desk.fetch(session, 3)
+    assert [(m.id, m.code) for m in desk.said(session)] == [(3, wire.LIMIT)]
+    desk.end(ticket)
+    assert desk.said(session) == [wire.Closed([1]), wire.Ready(2, 1, 100)]
+
+
 # --- time -------------------------------------------------------------------------------------------------
 
 

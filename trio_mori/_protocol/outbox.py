@@ -284,7 +284,7 @@ class Outbox:
             return
         if not session.may_start(message.id):
             return
-        if len(session.fetches) >= self.limits.max_fetches:
+        if len(session.fetches) >= self.limits.max_fetches and _wanted(session) >= self.limits.max_fetches:
             # Closed, so that a copy of it does not start later: its destination is free from now on.
             if len(session.closed) < MAX_CLOSED:
                 session.close(message.id)
@@ -676,6 +676,11 @@ class Outbox:
 
 def _may_lapse(fetch: Fetch) -> bool:
     return fetch.state in (Want.DELIVERED, Want.OFFERED) or fetch.lost != 0
+
+
+def _wanted(session: Session) -> int:
+    """Its open fetches, without those that it cancelled and whose writes have not ended: it may have asked anew."""
+    return sum(fetch.state is not Want.WITHDRAWN for fetch in session.fetches.values())
 
 
 def _is_writing(holder: Fetch | StockCaller | None) -> bool:
