@@ -99,8 +99,7 @@ class Upstream:
         self.refusals = 0
         self._around = surroundings
         self._log_limit = LogLimit()
-        self._remote: Link | None = None
-        self._connected = False  # the remote link
+        self._remote: Link | None = None  # while it is connected
         self._barred = ""  # why not, if the keys are why
         self._local: Link | None = None
         self._tried: set[str] = set()
@@ -114,21 +113,20 @@ class Upstream:
     async def talk(self) -> None:
         """Dial, listen, and dial again, until cancelled."""
         async with open_dialler(self.endpoint.host, self.endpoint.port, keys=self._around.keys) as link:
-            self._remote = link
             try:
                 while True:
                     for event in await link.receive():
                         if isinstance(event, Arrived):
                             self._on_arrival(event)
                         elif isinstance(event, Connected):
-                            self._connected = True
+                            self._remote = link
                             self._barred = ""
                             if self._local is None:
                                 if self.refusal is not None:
                                     self.dialect = Dialect()
                                 self._say_hello(self.channel.generation + 1)
                         elif isinstance(event, Disconnected):
-                            self._connected = False
+                            self._remote = None
                             if self._local is None:
                                 self._on_disconnected()
                         elif isinstance(event, Refused):
@@ -138,7 +136,7 @@ class Upstream:
                     self._around.flush()
             finally:
                 # Whoever gives something back from now on has nobody to tell.
-                self._remote, self._connected = None, False
+                self._remote = None
 
     async def _talk_locally(self, name: str) -> None:
         """Go over to the link for one host, for as long as it lasts.
@@ -157,7 +155,7 @@ class Upstream:
             logger.debug("the sender %s stays on its remote link: %s", self.endpoint.address, error)
             return
         self._on_disconnected()
-        if self._connected:
+        if self._remote is not None:
             self._say_hello(self.channel.generation + 1)
         elif self._barred:
             self._on_barred()
@@ -176,7 +174,7 @@ class Upstream:
 
     @property
     def _link(self) -> Link | None:
-        """The link on which things are said now."""
+        """The link on which things are said now; None while nobody would hear them."""
         return self._remote if self._local is None else self._local
 
     def compose_later(self) -> None:
@@ -210,7 +208,7 @@ class Upstream:
 
     @property
     def _reachable(self) -> bool:
-        return self._connected or self._local is not None
+        return self._link is not None
 
     @property
     def established(self) -> bool:
@@ -248,7 +246,8 @@ class Upstream:
             self.dialect = Dialect()
 
     def _say_hello(self, generation: int) -> None:
-        assert self._link is not None
+        if self._link is None:
+            return  # what it answers was said before the link broke: whoever connects next is greeted
         around, channel = self._around, self.channel
         if generation != channel.generation:
             around.book.disconnected(channel, trio.current_time())
@@ -429,4 +428,4 @@ class Upstream:
             channel.lost_since = inf
             # One that is connected and says nothing is stopped or stuck: whoever asks it from now on is told in that
             # time, too. One that is not connected may come up at any time, as before the first connection.
-            self._last_heard = now if self._connected else inf
+            self._last_heard = now if self._remote is not None else inf
