@@ -437,6 +437,50 @@ kept[0].append(kept)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_forked_child_drops_its_copies_of_buffers_even_if_a_thread_was_about_to_do_so() -> None:
+    program = """
+import os, signal, threading, torch, trio
+from trio_mori._buffer import ManagedBuffer
+from trio_mori._pool import Pool
+from trio_mori._protocol.extents import Extents
+from trio_mori.abc import Region
+
+def hold(lock, held, over):
+    with lock:
+        held.set()
+        over.wait()
+
+async def main():
+    memory = bytearray(8192)
+    pool = Pool(Region(torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory), "cpu"), Extents(8192))
+    extents = [pool.reserve_nowait(1, "inbound") for _ in range(2)]
+    buffers = [ManagedBuffer(pool, extent, 1, lambda extent=extent: pool.extents.free(extent)) for extent in extents]
+    held, over = threading.Event(), threading.Event()
+    lock = trio.lowlevel.current_trio_token()._reentry_queue.lock
+    thread = threading.Thread(target=hold, args=(lock, held, over))
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        buffers.pop()
+        buffers.pop().release()
+        os._exit(pool.extents.live != 2)
+    over.set()
+    thread.join()
+    print(os.waitpid(child, 0)[1])
+    buffers.clear()
+    await trio.testing.wait_all_tasks_blocked()
+    print(pool.extents.live)
+
+import trio.testing
+trio.run(main)
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 async def test_on_a_gpu_tensors_hold_the_memory_in_the_same_way() -> None:
     lessor = Lessor(device="cuda:0")

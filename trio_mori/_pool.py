@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -87,6 +88,7 @@ class Pool:
         self.extents = extents
         self.on_room = on_room
         self._token = trio.lowlevel.current_trio_token()
+        self._pid = os.getpid()
         self._lines = {share: Line[_Waiter](extents, share) for share in (INBOUND, OUTBOUND)}
         self._moves: dict[_Move, None] = {}
         self._closed = False
@@ -201,14 +203,17 @@ class Pool:
     def post(self, callback: Callable[[], None]) -> None:
         """Have something done in the pool's trio run, soon. From any thread, signal handler or finaliser.
 
-        When that run is over, so is the pool, and nothing is done.
+        When that run is over, so is the pool, and nothing is done. Nor is anything in a forked child, which has a copy
+        of the books, and perhaps of a lock that a thread of its parent held.
         """
-        with suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(callback)
+        if self._pid == os.getpid():
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(callback)
 
     def call(self, callback: Callable[[], None]) -> None:
         """Do something in the pool's trio run: now, when called from inside it; else as `post`."""
-        if trio.lowlevel.in_trio_run() and trio.lowlevel.current_trio_token() is self._token:
+        inside = trio.lowlevel.in_trio_run() and trio.lowlevel.current_trio_token() is self._token
+        if inside and self._pid == os.getpid():
             callback()
         else:
             self.post(callback)
