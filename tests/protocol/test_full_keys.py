@@ -64,7 +64,7 @@ def test_a_payload_is_cleaned_up_by_its_own_key_or_by_its_request(key: str, name
     assert names_of(key) == names
 
 
-stages = st.text(st.characters(exclude_characters="_@"), min_size=1, max_size=5)
+stages = st.text(st.characters(exclude_characters="_@", exclude_categories=["Cs"]), min_size=1, max_size=5)
 
 
 @given(request=st.text(min_size=1, max_size=20), source=stages, target=stages, number=st.integers(0, 1 << 40))
