@@ -36,7 +36,7 @@ from rig import (
 )
 from trio.testing import MockClock
 
-from trio_mori import BindFailed, ConnectorClosed, NotReady, open_connector
+from trio_mori import BindFailed, Connector, ConnectorClosed, NotReady, open_connector
 from trio_mori._errors import TrioMoriError
 from trio_mori.testing import MemoryFabric
 
@@ -424,6 +424,28 @@ async def test_ten_rounds_leak_no_descriptor_task_thread_or_object() -> None:
     assert threading.active_count() <= threads, "fewer: an idle worker ends after a while"
     gc.collect()
     assert [ref() for ref in connectors if ref() is not None] == []
+
+
+def memory_of(connector: Connector) -> weakref.ref[object]:
+    """A pool's mapping, which is unmapped when nobody holds it."""
+    buffer = connector._engine.region.buffer
+    assert buffer is not None
+    return weakref.ref(buffer.obj)
+
+
+async def test_the_pool_s_memory_goes_with_the_connector_and_not_with_a_collection_of_cycles() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with open_connector(sender_config(backend_type="shm", memory_pool_size=POOL)) as source:
+            target_config = receiver_config(source, backend_type="shm", memory_pool_size=POOL)
+            async with open_connector(target_config) as target:
+                await source.put("0", "1", "k", filled(UNIT))
+                assert torch.equal(await target.get("0", "1", "k"), filled(UNIT))
+                pools = [memory_of(source), memory_of(target)]
+        assert [pool() for pool in pools] == [None, None]
+    finally:
+        gc.enable()
 
 
 async def test_peers_that_come_and_go_leave_nothing_at_the_one_that_stays() -> None:

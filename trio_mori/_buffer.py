@@ -83,7 +83,7 @@ class ManagedBuffer:
     # the storage. The buffer refers to the owner weakly. The owner's finaliser refers to the claim, and so does the
     # buffer; the claim posts the release when neither is left.
 
-    __slots__ = ("__weakref__", "_claim", "_extent", "_on_detach", "_owner", "_pool", "_size")
+    __slots__ = ("__weakref__", "_claim", "_extent", "_on_detach", "_owner", "_pool", "_region", "_size")
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class ManagedBuffer:
         if not 0 <= size <= extent.size:
             raise InternalError(f"a buffer of {size} bytes over an extent of {extent.size}")
         self._pool = pool
+        self._region = pool.region  # which the pool lets go when its connector has ended
         self._extent = extent
         self._size = size
         self._on_detach = on_detach
@@ -117,7 +118,7 @@ class ManagedBuffer:
     @property
     def device(self) -> str:
         """Where the memory is, as torch names it: ``"cpu"``, ``"cuda:0"``."""
-        return self._pool.region.device
+        return self._region.device
 
     @property
     def released(self) -> bool:
@@ -170,9 +171,10 @@ class ManagedBuffer:
             LeaseError: it has ended.
         """
         self._require_claim()
-        if self._pool.region.buffer is not None:
-            return bytes(self._pool.buffer(self._extent, self._size))
-        host = self._pool.tensor(self._extent, self._size).cpu()
+        first, end = self._extent.offset, self._extent.offset + self._size
+        if self._region.buffer is not None:
+            return bytes(self._region.buffer[first:end])
+        host = self._region.tensor[first:end].cpu()
         return ctypes.string_at(host.data_ptr(), self._size)  # not by numpy, which torch does without
 
     def release(self) -> None:
@@ -277,11 +279,12 @@ class ManagedBuffer:
 
     def _make_owner(self, claim: _Claim) -> memoryview | _DeviceBytes:
         owner: memoryview | _DeviceBytes
-        region = self._pool.region
+        region = self._region
+        first, end = self._extent.offset, self._extent.offset + self._size
         if region.buffer is not None:
-            owner = self._pool.buffer(self._extent, self._size)
+            owner = region.buffer[first:end]
         elif region.tensor.is_cuda:  # ROCm's too
-            owner = _DeviceBytes(self._pool.tensor(self._extent, self._size))
+            owner = _DeviceBytes(region.tensor[first:end])
         else:
             raise InternalError(f"no way is known to watch over tensors on {region.device}")
         self._owner = weakref.ref(owner)

@@ -513,6 +513,7 @@ async def open_connector(
                 )
             )
         pool = Pool(engine.region, Extents(engine.region.size, guarantees=_guarantees(config, engine.region.size)))
+        stack.callback(pool.let_go)
         deployment = wire.Deployment(socket.gethostname(), config.stage_id, config.rank, config.replica, config.digest)
         endpoint = Endpoint(hosts.advertise, config.zmq_port)
         port = None

@@ -73,7 +73,7 @@ class Pool:
     Lives in the trio run in which it was made. Only `post` and `call` may be used from elsewhere.
 
     Attributes:
-        region: The memory. It belongs to an engine.
+        region: The memory. It belongs to an engine. Nothing is in it once the pool has let it go.
         on_gpu: Whether it is a GPU's.
         extents: The allocator; the pool takes its `on_free` over.
         on_room: Called when room became free and the waiters have taken theirs, for a book with a queue of its own;
@@ -199,6 +199,10 @@ class Pool:
             waiters += line.clear()
         for waiter in waiters:
             trio.lowlevel.reschedule(waiter.task)
+
+    def let_go(self) -> None:
+        """Hold the memory no longer. To be called last: the pool is a part of cycles, which may be collected late."""
+        self.region = Region(self.region.tensor.new_empty(0), memoryview(b""), self.region.device)
 
     def post(self, callback: Callable[[], None]) -> None:
         """Have something done in the pool's trio run, soon. From any thread, signal handler or finaliser.
