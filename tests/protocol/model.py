@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from network import GUARANTEED, LIMITS, SENDER_POOL, STOCK_POOL, UNIT, Copy, Receiver, Sender, World
+from network import World
+from world_pool import GUARANTEED, LIMITS, SENDER_POOL, STOCK_POOL, UNIT
+from world_receiver import Receiver
+from world_sender import Copy, Sender
 
 from trio_mori._errors import NoRoom, TooBig
 from trio_mori._protocol import wire

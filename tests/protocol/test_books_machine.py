@@ -16,7 +16,10 @@ from hypothesis import note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from model import KEYS, NAMES, SIZES, check, finish
-from network import ROUTES, Copy, Receiver, Sender, World
+from network import World
+from world_pool import ROUTES
+from world_receiver import Receiver
+from world_sender import Copy, Sender
 
 from trio_mori._protocol.interests import State
 
