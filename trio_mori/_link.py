@@ -106,7 +106,8 @@ class QueuedLink(Link):
         self._counts = LinkStatistics()
 
     def send(self, frames: Message, route: bytes = b"", *, urgent: bool = True) -> None:
-        self._check_open()
+        if self._closed:
+            raise self._closed_error()
         self._outbox.append((frames, route))
         if urgent and (now := trio.current_time()) - self._flushed_at > QUIET:
             self._flush(now)
@@ -117,7 +118,8 @@ class QueuedLink(Link):
         await trio.lowlevel.checkpoint_if_cancelled()
         waited = False
         while True:
-            self._check_open()
+            if self._closed:
+                raise self._closed_error()
             batch = self._take()
             if batch:
                 if not waited:
@@ -157,9 +159,8 @@ class QueuedLink(Link):
             self._closed = True
             self._wake()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ConnectorClosed(f"the link {self.address} is closed")
+    def _closed_error(self) -> ConnectorClosed:
+        return ConnectorClosed(f"the link {self.address} is closed")
 
     def _flush(self, now: float) -> None:
         self._flushed_at = now
