@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import AsyncExitStack
 
 import pytest
 import trio
-from rig import POOL, UNIT, assert_free, filled, open_pair, port_of, sender_config, wait_until
+from rig import FAST, POOL, UNIT, assert_free, filled, open_pair, port_of, sender_config, wait_until
 from stock_peers import open_stock_client
 
-from trio_mori import NoRoom, NotReady, TransferFailed, open_connector
+from trio_mori import DescriptorRefused, NoRoom, NotReady, TransferFailed, open_connector
 from trio_mori._protocol import wire
+from trio_mori.abc import Descriptor, EnginePeer
 from trio_mori.testing import MemoryEngine, MemoryFabric
 
 pytestmark = pytest.mark.deterministic
@@ -55,6 +57,26 @@ async def test_a_receiver_that_left_during_a_write_is_forgotten_when_that_has_en
         assert not dropped(pair.sender_engine)
         pair.sender_engine.release()
         await wait_until(lambda: dropped(pair.sender_engine) == 1)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_sender_that_cannot_be_watched_for_want_of_descriptors_is_welcome_when_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
+        add_peer = pair.receiver_engine.add_peer
+        refusals = [OSError(errno.EMFILE, "too many open files")] * 3
+
+        def add_peer_later(descriptor: Descriptor) -> EnginePeer:
+            if refusals:
+                raise DescriptorRefused("it cannot be watched") from refusals.pop()
+            return add_peer(descriptor)
+
+        monkeypatch.setattr(pair.receiver_engine, "add_peer", add_peer_later)
+        await pair.hold_one(nursery, "k", filled(1000))
+        assert not refusals
+        pair.sender_engine.kill()
+        await assert_free(pair.receiver)
         nursery.cancel_scope.cancel()
 
 

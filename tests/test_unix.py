@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 import trio
@@ -176,3 +177,62 @@ async def test_parts_of_a_message_without_an_end_are_taken_a_few_at_a_time(monke
                 taken += [len(record.parts) for record in transport._connections.values()]
                 assert not transport.readable, "the next look waits for the descriptor, so that others have their turn"
             assert all(b - a <= 10 for a, b in zip([0, *taken], taken, strict=False)), taken
+
+
+async def test_a_process_without_descriptors_looks_for_whoever_waits_now_and_then_and_takes_it_when_it_can() -> None:
+    name = new_name()
+    async with open_unix_listener(name) as listener:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, without_descriptors() as give_back:
+            stranger.connect(f"\0{name}")
+            stranger.send(b"\0\1\2\0\0\0ok")
+            woken = 0
+            with trio.move_on_after(0.35):
+                while True:
+                    await trio.lowlevel.wait_readable(listener._transport.fd)  # type: ignore[union-attr]
+                    assert not listener._transport.settle()  # type: ignore[union-attr]
+                    woken += 1
+            assert 1 <= woken <= 10
+            give_back()
+            event = await next_event(listener)
+            assert isinstance(event, Arrived)
+            assert event.frames == [b"ok"]
+
+
+@contextmanager
+def without_descriptors() -> Iterator[Callable[[], None]]:
+    """This process has none left, until the function is called that this yields."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+
+    def give_back() -> None:
+        while taken:
+            os.close(taken.pop())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield give_back
+    finally:
+        give_back()
+
+
+async def test_what_waits_for_a_peer_that_does_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trio_mori._unix_transport.MAX_BACKLOG", 10)
+    name = new_name()
+    async with open_unix_listener(name) as listener, open_unix_dialler(name) as deaf:
+        assert await next_event(deaf) == Connected()
+        deaf.send([b"hello"])
+        arrived = await next_event(listener)
+        assert isinstance(arrived, Arrived)
+        for _ in range(100):
+            listener.send([b"x" * (PACKET // 2)], arrived.route)
+        assert await next_event(listener) == Disconnected(arrived.route)
+        assert listener.statistics().dropped_unroutable > 0
+        seen = 0
+        while seen < listener.statistics().sent:
+            seen += len(await deaf.receive())
+        listener.send([b"goes on"], arrived.route)
+        assert await next_event(deaf) == Arrived([b"goes on"])

@@ -18,6 +18,7 @@ from math import inf
 import attrs
 import trio
 
+from ._errors import SHORTAGES
 from ._link import QUIET, Transport
 from .abc import Arrived
 
@@ -27,6 +28,13 @@ PACKET = 64 << 10
 
 # Packets taken in a row that complete no message, before other tasks run: about 4 ms of the largest ones.
 PACKETS = 256
+
+# Packets that may wait for one peer to read: as many as the fetches that one may have open. Whoever has more coming
+# reads nothing, and what is said to it from then on is lost, which heartbeats repair.
+MAX_BACKLOG = 32768
+
+# Seconds until somebody who waits to connect is looked for again, when this process had no descriptor for one.
+ACCEPT_PAUSE = 0.1
 
 _LAST, _MORE = b"\0", b"\1"
 _UCRED = struct.Struct("3i")  # pid, uid, gid: struct ucred of unix(7)
@@ -132,7 +140,7 @@ class UnixTransport(Transport):
 
     def write(self, frames: Sequence[bytes], route: bytes) -> bool:
         record = self._find(route)
-        if record is None:
+        if record is None or len(record.backlog) >= MAX_BACKLOG:
             return False
         message = _pack(frames)
         if len(message) < PACKET and not record.backlog:
@@ -223,7 +231,9 @@ class Listening(UnixTransport):
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # nobody waits any more, or this process has no descriptors left; the others go on
+            except OSError as error:  # nobody waits any more, or it cannot be had; the others go on
+                if error.errno in SHORTAGES:
+                    self._rest()
                 return
             if not is_own_user(connection):
                 connection.close()
@@ -233,6 +243,15 @@ class Listening(UnixTransport):
             record = _Connection(connection, self._routes.to_bytes(8, "big"))
             self._connections[connection.fileno()] = self._by_route[record.route] = record
             self._epoll.register(connection.fileno(), select.EPOLLIN)
+
+    def _rest(self) -> None:
+        """No descriptors: whoever waits would have this process look again and again, in vain."""
+        self._epoll.unregister(self._listener.fileno())
+        self._start_soon(self._resume)
+
+    async def _resume(self) -> None:
+        await trio.sleep(ACCEPT_PAUSE)
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
 
     def close(self) -> None:
         for record in self._connections.values():

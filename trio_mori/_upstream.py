@@ -12,6 +12,7 @@ import trio
 
 from ._config import ConnectorConfig, Endpoint
 from ._errors import (
+    SHORTAGES,
     AuthenticationFailed,
     ConnectorClosed,
     DescriptorRefused,
@@ -319,7 +320,12 @@ class Upstream:
     def _on_welcome(self, welcome: wire.Welcome) -> None:
         around, channel = self._around, self.channel
         # Before any destination is named to it: whatever becomes of its process after that, we are told.
-        peer = None if channel.epoch == welcome.epoch else self._recognise(welcome)
+        try:
+            peer = None if channel.epoch == welcome.epoch else self._recognise(welcome)
+        except DescriptorRefused as error:
+            # Said hello to again at the next heartbeat. Were it taken as it is, its end could never be proven.
+            logger.warning("the sender %s has to wait: %s", self.endpoint.address, error)
+            return
         if not around.book.welcome(channel, welcome.epoch):
             around.book.rename(channel, os.urandom(16))
             self._say_hello(channel.generation + 1)
@@ -378,7 +384,11 @@ class Upstream:
     # --- liveness -----------------------------------------------------------------------------------------
 
     def _recognise(self, welcome: wire.Welcome) -> EnginePeer | None:
-        """The sender's process, as our engine sees it; None if its end cannot be proven."""
+        """The sender's process, as our engine sees it; None if its end cannot be proven.
+
+        Raises:
+            DescriptorRefused: for now, for this process is short of something.
+        """
         engine = self._around.engine
         theirs = find_offer(welcome.offers, engine)
         if theirs is None:
@@ -386,6 +396,8 @@ class Upstream:
         try:
             return engine.add_peer(theirs)
         except (DescriptorRefused, ConnectorClosed) as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
+                raise
             # It can write here all the same: what it leaves unanswered stays in quarantine.
             logger.warning("the sender %s cannot be watched: %s", self.endpoint.address, error)
             return None
