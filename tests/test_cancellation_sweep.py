@@ -22,8 +22,8 @@ from trio_mori.testing import MemoryEngine, MemoryFabric
 
 pytestmark = pytest.mark.deterministic
 
-POOL = 6 << 20
-BIG = 2 << 20
+POOL = 3 << 20
+BIG = (1 << 20) + UNIT  # copied in a thread
 
 
 class CancelAt(trio.abc.Instrument):

@@ -241,7 +241,7 @@ class Mute(Exception):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (ValueError("y" * 2 * UNIT * POOL), "ValueError: " + "y" * (MAX_REASON - 12) + "..."),
+        (ValueError("y" * (2 * POOL)), "ValueError: " + "y" * (MAX_REASON - 12) + "..."),
         (ValueError("ü" * MAX_REASON), "ValueError: " + "ü" * (MAX_REASON - 12) + "..."),
         (ValueError("\udcff.wav"), r"ValueError: \udcff.wav"),
         (Mute(), "Mute (without a text: its __str__ raises)"),

@@ -206,10 +206,11 @@ class ShmEngine(Engine):
             os.write(self._unfenced, b"\0")  # a forked child may have the pipe too, so that closing it says nothing
             os.close(self._unfenced)
         os.close(self._fence)
-        # Whoever still has the engine does not hold the memory by it: an engine that its connector opened is a part
-        # of cycles, which may be collected late.
-        self._pool = memoryview(bytearray())
-        self._region = Region(torch.empty(0, dtype=torch.uint8), self._pool, "cpu")
+        if self._state is _State.CLOSED:
+            # Whoever still has the engine does not hold the memory by it: an engine that its connector opened is a
+            # part of cycles, which may be collected late.
+            self._pool = memoryview(bytearray())
+            self._region = Region(torch.empty(0, dtype=torch.uint8), self._pool, "cpu")
 
     def _knows(self, peer: ShmPeer) -> bool:
         return self._peers.get(peer.descriptor) is peer
