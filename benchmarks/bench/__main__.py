@@ -125,8 +125,9 @@ def main() -> None:
     if not args.quick and not (args.scenario or args.case or args.peer):
         for line in verdict(result):
             say(line)
-    if result["failures"]:
-        sys.exit(f"{len(result['failures'])} peers failed; their errors are in the JSON under failures")
+    ours = sorted({each["peer"] for each in result["failures"] if PEERS[each["peer"]].is_ours})
+    if ours:
+        sys.exit(f"failed: {', '.join(ours)}; what they said is in the JSON under failures")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class Environment:
                 **{key: value for key, value in os.environ.items() if key != "PYTHONHOME"},
                 "PYTHONPATH": os.pathsep.join(map(str, kind.path)),
                 "PYTHONSAFEPATH": "1",
-                "OMP_NUM_THREADS": "1",  # as vllm-omni's documentation has its stages run; stock copies in torch
+                "OMP_NUM_THREADS": "1",  # stock copies in torch, whose threads wait for each other on busy cores
                 "VLLM_LOGGING_LEVEL": "CRITICAL",
                 "NIXL_LOG_LEVEL": "ERROR",
                 "MC_LOG_LEVEL": "ERROR",
