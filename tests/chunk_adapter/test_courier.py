@@ -225,9 +225,10 @@ async def test_a_chunk_that_cannot_be_sent_fails_its_request_here_and_in_the_nex
     def build(number: int) -> object:
         if number == 1 and where == "processor":
             raise ValueError("no codes")
-        if number == 1:
-            wire.failures.append(TooBig("too big", size=2, limit=1))
         return {"x": number}
+
+    if where == "put":
+        wire.refusals[1] = TooBig("too big", size=2, limit=1)
 
     flow, other = Outflow("id", "r"), Outflow("id2", "q")
     async with open_courier(wire) as courier:
@@ -273,7 +274,7 @@ async def test_a_close_still_sends_what_is_queued_up_to_a_terminal_chunk(wire: M
             courier.send(flow, chunk("data"))
         courier.send(ending, chunk("end", terminal=True))
         courier.flush()
-        await wire.wait_refused()
+        await wire.wait_refused(2)
         wire.room = 3
     assert wire.sent("r") == ["data", "end"]
     assert wire.sent("q") == []

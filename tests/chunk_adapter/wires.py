@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ class MemoryWire:
 
     Attributes:
         failures: Raised by the next puts or takes, one by each.
+        refusals: Raised by the next put under a number.
         room: Puts that may still be made; None: any number.
     """
 
@@ -27,9 +29,11 @@ class MemoryWire:
         self.lost: set[tuple[str, int]] = set()
         self.cleaned: list[str] = []
         self.failures: list[Exception] = []
+        self.refusals: dict[int, Exception] = {}
         self.room: int | None = None
         self.waiting = 0
-        self.refused = trio.Event()
+        self.refused: set[tuple[str, int]] = set()
+        self._news = trio.Event()
         self._changed = trio.Event()
 
     def change(self) -> None:
@@ -43,8 +47,11 @@ class MemoryWire:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self.failures:
             raise self.failures.pop(0)
+        if number in self.refusals:
+            raise self.refusals.pop(number)
         while self.room == 0:
-            self.refused.set()
+            self.refused.add((external_id, number))
+            self._news.set()
             await self._changed.wait()
         if self.room is not None:
             self.room -= 1
@@ -81,10 +88,12 @@ class MemoryWire:
         while not condition():
             await self._changed.wait()
 
-    async def wait_refused(self) -> None:
-        """Until a put waits for room."""
+    async def wait_refused(self, count: int = 1) -> None:
+        """Until so many puts wait for room."""
         with trio.fail_after(30):
-            await self.refused.wait()
+            while len(self.refused) < count:
+                self._news = trio.Event()
+                await self._news.wait()
 
     def sent(self, external_id: str) -> list[Any]:
         """What was put for a request and not taken, in order."""
@@ -126,9 +135,17 @@ class Names(list[str]):
 
 @asynccontextmanager
 async def open_courier(wire: MemoryWire, forgotten: Names | None = None) -> AsyncIterator[Courier]:
-    """A courier; what it is told is carried out as soon as it is flushed."""
+    """A courier; what it is told to receive is carried out as soon as it is flushed."""
     names = Names() if forgotten is None else forgotten
-    courier = Courier(lambda command: command(), wire, names.note)
+    token, loop = trio.lowlevel.current_trio_token(), threading.get_ident()
+
+    def post(command: Callable[[], None]) -> None:
+        if threading.get_ident() == loop:
+            command()
+        else:
+            token.run_sync_soon(command)
+
+    courier = Courier(post, wire, names.note)
     courier._events = Signals()
     async with courier.open():
         yield courier

@@ -1,84 +1,40 @@
-"""One worker thread at a time for what must not run at the same time, nor in the loop: the models' input processors.
+"""One worker thread for what must not run at the same time, nor in the loop: the models' input processors.
 
-They share dictionaries of the whole adapter, and were written for one thread. What several tasks want done is done in
-one change of threads: that costs as much as a small chunk's processing.
+They share dictionaries of the whole adapter, and were written for one thread. The worker stays in its one call of
+`trio.to_thread` for as long as the adapter is open, and is given work by the scheduler's thread directly: to begin a
+call for each chunk, by way of the loop, took twice the changes of threads, which cost more than the chunk.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from time import perf_counter
-from typing import Generic, TypeVar
+from queue import SimpleQueue
 
 import trio
 
-T = TypeVar("T")
-
-# A turn in the worker ends after this, so that who came first need not wait for all who came with it.
-TURN = 0.002
-
-
-class Job(Generic[T]):
-    """Something to be done in the worker, once; it cannot be stopped when it has begun."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._value: T | None = None
-        self._error: Exception | None = None
-        self.is_wanted = True  # cleared in the loop, and looked at once in the worker
-        self.done = trio.Event()
-
-    def run(self) -> None:
-        """In the worker."""
-        if not self.is_wanted:
-            return
-        try:
-            self._value = self._function()
-        except Exception as error:  # noqa: BLE001 - raised again in the task that asks
-            self._error = error
-
-    def result(self) -> T | None:
-        """What came of it; None also if it was not wanted any more."""
-        if self._error is not None:
-            raise self._error
-        return self._value
+Work = Callable[[], None]
 
 
 class Bench:
-    """Does jobs in the order in which they were put up. `serve` runs for as long as it is needed."""
+    """Does work in the order in which it is put up."""
 
     def __init__(self) -> None:
-        self._jobs: deque[Job[object]] = deque()
-        self._news = trio.Event()
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._limiter = trio.CapacityLimiter(1)
 
-    def put_up(self, function: Callable[[], T]) -> Job[T]:
-        """Have something done. Nobody need wait for it."""
-        job = Job(function)
-        self._jobs.append(job)  # type: ignore[arg-type]
-        self._news.set()
-        return job
+    def put_up(self, work: Work) -> None:
+        """Have something done, which must not raise. From any thread; it waits for nobody."""
+        self._queue.put(work)
 
     async def serve(self) -> None:
-        """Carry out jobs. Cancellation: between two turns; what was put up is left undone then."""
-        while True:
-            if not self._jobs:
-                self._news = trio.Event()
-                await self._news.wait()
-            turn = list(self._jobs)
-            self._jobs.clear()
-            done = await trio.to_thread.run_sync(_carry_out, turn, limiter=self._limiter)
-            self._jobs.extendleft(reversed(turn[done:]))
-            for job in turn[:done]:
-                job.done.set()
+        """Work, until `stop`. Cancellation does not end it."""
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(self._work, limiter=self._limiter)
 
+    def stop(self) -> None:
+        """Have it end when it has done what was put up before."""
+        self._queue.put(None)
 
-def _carry_out(turn: list[Job[object]]) -> int:
-    """Do jobs until the turn is over. Returns how many were done."""
-    end = perf_counter() + TURN
-    for at, job in enumerate(turn, 1):
-        job.run()
-        if perf_counter() >= end:
-            return at
-    return len(turn)
+    def _work(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()

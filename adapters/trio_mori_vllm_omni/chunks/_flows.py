@@ -35,17 +35,19 @@ class Inflow:
     source: dict[str, Any] | None = None
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Outflow:
     """One life of a request, as it is sent.
 
     Attributes:
         after: The life before it under the same external id, if that may not have ended yet.
+        is_cut: Set by the scheduler's half, so that the worker need not build what is queued.
     """
 
     request_id: str
     external_id: str
     after: Outflow | None = None
+    is_cut: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -107,7 +109,10 @@ class Loop(Protocol):
         """Send a chunk after those before it."""
 
     def cut(self, flow: Outflow, failure: str | None) -> None:
-        """Send no more of it: with a failure, tell the next stage; without, drop also what that has not fetched."""
+        """Send no more of it: with a failure, tell the next stage; without, drop also what that has not fetched.
+
+        One that has failed is over already, and only what the input processors know of it is cleared.
+        """
 
     def flush(self) -> None:
         """Have carried out what was said since the last time."""

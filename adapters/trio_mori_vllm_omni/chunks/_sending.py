@@ -1,8 +1,7 @@
-"""The loop's half of sending: a task per life of a request, which sends its chunks one after the other.
+"""The loop's half of sending: a task per life of a request, which puts its chunks one after the other.
 
 ```
-              put up               done                   there is room
-   queued -------------> at work ---------> built ----------------------------> put, and the next one
+   offered --(worker)--> built --(there is room)--> put, and the next one
 ```
 A task ends after the terminal chunk; by a failure, which the next stage is told in the place of the terminal chunk; or
 because it was cut. A terminal chunk that is queued is not cut off: the scheduler's half never cuts such a stream, and
@@ -14,15 +13,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 import attrs
 import trio
 
 from trio_mori import ConnectorClosed, KeyRefused, TooBig, TrioMoriError, UnsupportedPayload, WrongRole
 
-from ._bench import Bench, Job
-from ._flows import Ended, Event, Outflow, Outgoing
+from ._building import Built
+from ._flows import Ended, Event, Outflow
 from ._marks import failed_terminal
 from ._wire import Wire
 
@@ -42,17 +40,15 @@ class _Stream:
     """An outflow, as the loop has it.
 
     Attributes:
-        job: What builds the first chunk of the queue.
         sent: Chunks that were put.
         is_cut: Nothing more of it is to be sent, but `failure` if there is one.
     """
 
     flow: Outflow
-    queue: deque[Outgoing] = attrs.field(factory=deque)
+    queue: deque[Built] = attrs.field(factory=deque)
     news: trio.Event = attrs.field(factory=trio.Event)
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     over: trio.Event = attrs.field(factory=trio.Event)
-    job: Job[object] | None = None
     sent: int = 0
     is_cut: bool = False
     failure: str | None = None
@@ -63,26 +59,17 @@ class _Stream:
         return bool(self.queue) and self.queue[-1].is_terminal
 
 
+class CannotBuild(Exception):
+    """A chunk could not be built; says why."""
+
+
 class Sending:
-    """In the loop, in the nursery that it is given.
+    """In the loop, in the nursery that it is given."""
 
-    Args:
-        forget: Clears what the input processors know of a request. For the worker.
-    """
-
-    def __init__(
-        self,
-        wire: Wire,
-        bench: Bench,
-        nursery: trio.Nursery,
-        tell: Callable[[Event], None],
-        forget: Callable[[str], None],
-    ) -> None:
+    def __init__(self, wire: Wire, nursery: trio.Nursery, tell: Callable[[Event], None]) -> None:
         self._wire = wire
-        self._bench = bench
         self._nursery = nursery
         self._tell = tell
-        self._forget = forget
         self._streams: dict[Outflow, _Stream] = {}
 
     def __len__(self) -> int:
@@ -94,7 +81,7 @@ class Sending:
         before = None if flow.after is None else self._streams.get(flow.after)
         self._nursery.start_soon(self._run, stream, None if before is None else before.over)
 
-    def send(self, flow: Outflow, chunk: Outgoing) -> None:
+    def send(self, flow: Outflow, chunk: Built) -> None:
         """Queue a chunk. One for a stream that has ended is dropped: that it has is on its way to the scheduler."""
         stream = self._streams.get(flow)
         if stream is not None:
@@ -107,8 +94,6 @@ class Sending:
         if stream is None:
             return
         stream.is_cut, stream.failure = True, failure
-        if stream.job is not None:
-            stream.job.is_wanted = False
         stream.scope.cancel()
 
     async def _run(self, stream: _Stream, before: trio.Event | None) -> None:
@@ -122,13 +107,13 @@ class Sending:
                 with stream.scope:
                     await self._send_all_but_for_a_cut(stream)
             except Exception as error:  # noqa: BLE001 - told in the scheduler's thread, and to the next stage
-                failure = stream.failure = f"{type(error).__name__}: {error}"
+                failure = str(error) if isinstance(error, CannotBuild) else f"{type(error).__name__}: {error}"
+                stream.failure = failure
                 logger.error("request %s cannot be sent on: %s", external_id, failure)
             if stream.failure is not None:
                 await self._send_failure(stream, stream.failure)
             elif stream.is_cut:
                 self._wire.clean(external_id)
-            self._bench.put_up(partial(self._forget, external_id))
         finally:
             del self._streams[stream.flow]
             stream.over.set()
@@ -149,13 +134,10 @@ class Sending:
                 stream.news = trio.Event()
                 await stream.news.wait()
             chunk = stream.queue[0]
-            if stream.job is None:
-                stream.job = self._bench.put_up(partial(chunk.build, stream.sent))
-            await stream.job.done.wait()
-            planned = stream.job.result()
-            if planned is not None:
-                await self._put(stream, planned)
-            stream.job = None
+            if chunk.failure is not None:
+                raise CannotBuild(chunk.failure)
+            if chunk.planned is not None:
+                await self._put(stream, chunk.planned)
             stream.queue.popleft()
             if chunk.is_terminal:
                 return

@@ -85,7 +85,7 @@ class Writing:
             return verdict
         record.segment = offer.segment
         if verdict is Verdict.FAILED and offer.is_terminal:
-            del self.records[offer.external_id]  # it was told when it failed
+            self.forget(offer.external_id)  # it was told when it failed
         if verdict is not Verdict.SEND:
             return verdict
         if record.flow is None:
@@ -127,10 +127,12 @@ class Writing:
         failure the next stage is told of it; otherwise it is ended from outside, too, and what it has not fetched goes.
         """
         record = self.records.pop(external_id, None)
-        if record is None or record.flow is None or record.failure is not None:
+        if record is None or record.flow is None:
             return
-        self._leaving[external_id] = record.flow
+        if record.failure is None:
+            self._leaving[external_id] = record.flow
         if not record.is_ended:
+            record.flow.is_cut = True
             self._loop.cut(record.flow, failure)
 
     def tell(self, request_id: str, external_id: str, failure: str) -> None:

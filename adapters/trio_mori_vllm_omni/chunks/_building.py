@@ -1,0 +1,82 @@
+"""The worker's part of sending: chunks are built in the order in which they were offered, and handed to the loop.
+
+A life of a request is known here from its begin until its terminal chunk, its failure, or its cut. With each of these
+what the input processors know of it is cleared: in this order, so that it cannot be that of its next life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+
+from ._flows import Outflow, Outgoing
+from ._mailbox import Mailbox
+
+
+@attrs.frozen
+class Built:
+    """A chunk that is ready to be put.
+
+    Attributes:
+        planned: As the wire puts it; None: there is nothing to put.
+        failure: Why it could not be built.
+    """
+
+    planned: object | None
+    is_terminal: bool
+    failure: str | None = None
+
+
+class Building:
+    """In the worker.
+
+    Args:
+        hand_over: Given what was built, in the loop.
+        forget: Clears what the input processors know of a request.
+    """
+
+    def __init__(
+        self, mailbox: Mailbox, hand_over: Callable[[Outflow, Built], None], forget: Callable[[str], None]
+    ) -> None:
+        self._mailbox = mailbox
+        self._hand_over = hand_over
+        self._forget = forget
+        self._numbers: dict[Outflow, int] = {}  # chunks that were built
+
+    def begin(self, flow: Outflow, then: Callable[[], None]) -> None:
+        """A life of a request begins; `then` begins it in the loop."""
+        self._numbers[flow] = 0
+        self.pass_on(then)
+
+    def build(self, flow: Outflow, chunk: Outgoing) -> None:
+        """Build a chunk, unless its request was cut or has failed."""
+        number = self._numbers.get(flow)
+        if number is None or flow.is_cut:
+            return
+        try:
+            built = Built(chunk.build(number), chunk.is_terminal)
+        except Exception as error:  # noqa: BLE001 - raised again in the task that sends
+            built = Built(None, False, f"{type(error).__name__}: {error}")
+        if chunk.is_terminal or built.failure is not None:
+            self._end(flow)
+        elif built.planned is None:
+            return
+        else:
+            self._numbers[flow] = number + 1
+        self.pass_on(partial(self._hand_over, flow, built))
+
+    def cut(self, flow: Outflow, then: Callable[[], None]) -> None:
+        """A request ends; `then` ends it in the loop."""
+        self._end(flow)
+        self.pass_on(then)
+
+    def pass_on(self, command: Callable[[], None]) -> None:
+        """Have something done in the loop, after what was built before."""
+        self._mailbox.put(command)
+        self._mailbox.flush()
+
+    def _end(self, flow: Outflow) -> None:
+        if self._numbers.pop(flow, None) is not None:
+            self._forget(flow.external_id)
