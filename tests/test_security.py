@@ -13,6 +13,7 @@ import attrs
 import pytest
 import torch
 import trio
+import trio.testing
 from rig import (
     LIMIT,
     SOON,
@@ -257,6 +258,26 @@ async def test_a_receiver_that_was_refused_comes_in_as_soon_as_it_may(ring: Ring
             await sender.connector.put("0", "1", "k", b"x")
             assert bytes(await receiver.connector.get("0", "1", "k")) == b"x"  # type: ignore[call-overload]
             assert receiver.connector.statistics().events["refused_senders"] == 1
+            await close(receiver, sender)
+
+
+@deterministic
+async def test_when_the_sender_that_refused_is_gone_another_one_is_waited_for(ring: Ring) -> None:
+    port = free_port()
+    fabric = MemoryFabric()
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery:
+            receiver = await start_stage(nursery, fabric, **receiver_config(port, **ring.receiver("last")))
+            sender = await start_stage(nursery, fabric, **sender_config(**ring.sender()) | {"zmq_port": port})
+            await get_refused(receiver.connector)
+            await sender.close()
+            [upstream] = receiver.connector._receiver.upstreams.values()
+            await wait_until(lambda: upstream.refusal is None)
+            waiting = begin(nursery, receiver.connector.get, "0", "1", "k")
+            await trio.testing.wait_all_tasks_blocked()
+            sender = await start_stage(nursery, fabric, **sender_config(**ring.sender("last")) | {"zmq_port": port})
+            await sender.connector.put("0", "1", "k", b"x")
+            assert bytes(await waiting.wait()) == b"x"  # type: ignore[call-overload]
             await close(receiver, sender)
 
 

@@ -128,6 +128,7 @@ class Upstream:
                                 self._say_hello(self.channel.generation + 1)
                         elif isinstance(event, Disconnected):
                             self._remote = None
+                            self._barred = ""
                             if self._local is None:
                                 self._on_disconnected()
                         elif isinstance(event, Refused):

@@ -60,6 +60,7 @@ _HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _FAILED_AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _FAILED_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _FAILED_SILENTLY = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_NOT_CONNECTED = int(zmq.EVENT_CLOSED)
 _ENDS = int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
 _CONNECTION_EVENTS = _HANDSHAKE_SUCCEEDED | _FAILED_AUTH | _FAILED_PROTOCOL | _FAILED_SILENTLY | _ENDS
 _LISTENER_CLOSED = int(zmq.EVENT_CLOSED)
@@ -136,6 +137,11 @@ class DiallingLink(QueuedLink):
                 refusal = "" if outcome is None else self._why_refused(outcome)
                 if outcome is not None and outcome.event == _FAILED_SILENTLY:
                     refusal = await self._why_hung_up(address, port)
+                if outcome is not None and outcome.event == _NOT_CONNECTED and self._refusal:
+                    # Whoever refused is gone: somebody else may come up there, and is waited for as before.
+                    self._refusal = ""
+                    self._events.append(Disconnected())
+                    self._wake()
                 self._note_refusal(refusal)
                 return False
             self._refusal, self._hang_ups = "", 0

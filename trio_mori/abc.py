@@ -196,7 +196,8 @@ class Disconnected:
 
 @attrs.frozen
 class Refused:
-    """Whoever listens there and this side do not accept each other's keys (dialling links only). It is tried on.
+    """Whoever listens there and this side do not accept each other's keys (dialling links only). It is tried on until
+    it is `Connected`, or gone and `Disconnected`.
 
     Attributes:
         why: In words, with what to do.
