@@ -238,7 +238,7 @@ class Pool:
         await trio.lowlevel.wait_task_rescheduled(abort)
 
     def _serve(self) -> None:
-        while (self._moves and self._move_one()) or any(map(self._serve_one, filter(None, self._lines.values()))):
+        while (self._moves and self._move_one()) or self._serve_one():
             pass
         if self.on_room is not None:
             self.on_room()
@@ -252,14 +252,14 @@ class Pool:
                 return True
         return False
 
-    def _serve_one(self, line: Line[_Waiter]) -> bool:
-        served = line.serve()
-        if served is None:
-            return False
-        waiter, extent = served
-        waiter.granted = extent
-        trio.lowlevel.reschedule(waiter.task)
-        return True
+    def _serve_one(self) -> bool:
+        for line in self._lines.values():
+            if line.waiting and (served := line.serve()):
+                waiter, extent = served
+                waiter.granted = extent
+                trio.lowlevel.reschedule(waiter.task)
+                return True
+        return False
 
 
 def _check_inside(extent: Extent, size: int) -> None:

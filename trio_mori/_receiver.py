@@ -371,7 +371,7 @@ class Receiver:
     def _note_room(self) -> None:
         # Not at once: whoever freed the memory is in the middle of a book. The other half of the pool may have done it,
         # after which nothing else would make this half look.
-        if self.book.hungry and not self._placing:
+        if self.book.hungry.waiting and not self._placing:
             self._placing = True
             self._pool.post(self._place)
 
@@ -408,7 +408,7 @@ class Receiver:
 
     def flush(self) -> None:
         """Carry out what the book decided: wake callers, send messages."""
-        if self.book.hungry:
+        if self.book.hungry.waiting:
             self.book.find_room()
         if self.book.waking:
             waking, self.book.waking = self.book.waking, []

@@ -467,6 +467,8 @@ class Inbox:
 
         To be called when memory was freed, and when one of them may have left that was in the way of others.
         """
+        if not self.hungry.waiting:
+            return
         while served := self.hungry.serve():
             interest, extent = served
             interest.extent = extent
@@ -477,7 +479,7 @@ class Inbox:
 
     def _prepost(self, interest: Interest) -> None:
         """Choose a destination ahead of the data, if that leaves enough room for data that is there."""
-        if self.hungry:
+        if self.hungry.waiting:
             return
         recent = self._recent.get(edge_of(interest.key))
         size = FIRST_CAPACITY if recent is None else recent.largest
@@ -527,7 +529,7 @@ class Inbox:
         self._ask(interest)
 
     def _leave_queues(self, interest: Interest) -> None:
-        if self.hungry:
+        if self.hungry.waiting:
             self.hungry.leave(interest)
         self._ahead.pop(interest, None)
         self._preposted -= interest.preposted
