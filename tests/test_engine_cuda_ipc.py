@@ -29,6 +29,9 @@ deterministic = pytest.mark.deterministic
 
 POOL = 1 << 20
 
+# Seconds for a test that starts processes, each of which imports torch; on a busy machine that takes half a minute.
+LIMIT = 120
+
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
@@ -92,7 +95,7 @@ def mapped_pools() -> int:
 
 
 async def test_a_peer_is_mapped_once_by_its_first_write_and_until_it_is_dropped(gpus: FakeGpus) -> None:
-    with owner_process() as (process, descriptor), trio.fail_after(20):
+    with owner_process() as (process, descriptor), trio.fail_after(LIMIT):
         async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
             engine.region.tensor.fill_(42)
             before = mapped_pools()
@@ -109,7 +112,7 @@ async def test_a_peer_is_mapped_once_by_its_first_write_and_until_it_is_dropped(
 
 
 async def test_a_killed_process_is_fenced_and_the_next_one_is_written_to(gpus: FakeGpus) -> None:
-    with trio.fail_after(20):
+    with trio.fail_after(LIMIT):
         async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
             engine.region.tensor.fill_(3)
             with owner_process() as (process, descriptor):
@@ -127,29 +130,21 @@ async def test_a_killed_process_is_fenced_and_the_next_one_is_written_to(gpus: F
                 assert ask(process, POOL - 1) == 3
 
 
-async def test_a_descriptor_with_any_bit_altered_leads_to_no_byte_anywhere(gpus: FakeGpus) -> None:
-    with owner_process() as (process, descriptor), trio.fail_after(20):
+async def test_a_descriptor_with_any_bit_altered_is_refused_before_the_driver_sees_it(gpus: FakeGpus) -> None:
+    with owner_process() as (process, descriptor), trio.fail_after(LIMIT):
         async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
             engine.region.tensor.fill_(9)
-            taken = 0
             for forged in altered_descriptors(descriptor):
-                try:
-                    peer = engine.add_peer(forged)
-                except DescriptorRefused:
-                    continue
-                taken += 1
-                with pytest.raises(TransferFailed, match=r"another label|no access"):
-                    await engine.write(peer, Write(0, 0, 1))
-                engine.drop_peer(peer)
-            assert taken  # else the label was never looked at
-            assert ask(process, 0) == 0
+                with pytest.raises(DescriptorRefused):
+                    engine.add_peer(forged)
+            assert gpus.mapped == 0
             await engine.write(engine.add_peer(descriptor), Write(0, 0, 1))
             assert ask(process, 0) == 9
 
 
 async def test_gpus_without_access_are_named_with_the_remedy(gpus: FakeGpus) -> None:
     gpus.access = False
-    with owner_process(DEVICE="cuda:1") as (_, descriptor), trio.fail_after(20):
+    with owner_process(DEVICE="cuda:1") as (_, descriptor), trio.fail_after(LIMIT):
         async with open_engine("cuda_ipc", pool_size=POOL, device="cuda:0") as engine:
             peer = engine.add_peer(descriptor)
             with pytest.raises(TransferFailed, match=r"Fake GPU cuda:0.*Fake GPU cuda:1.*fallback: host") as caught:
@@ -207,9 +202,7 @@ async def test_an_abandoned_copy_is_no_fence_when_its_engine_closes(gpus: FakeGp
 
 
 @deterministic
-async def test_peers_of_another_machine_or_without_a_fence_are_told_apart(
-    gpus: FakeGpus, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_peers_of_another_machine_or_pid_namespace_are_refused_with_the_remedy(gpus: FakeGpus) -> None:
     async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as engine:
         owner, memory = decode(engine.descriptor)
 
@@ -221,11 +214,8 @@ async def test_peers_of_another_machine_or_without_a_fence_are_told_apart(
         expandable = msgspec.structs.replace(memory, handle=b"\2e" + memory.handle[2:])
         with pytest.raises(DescriptorRefused, match="expandable"):
             engine.add_peer(described(owner, expandable))
-        peer = engine.add_peer(described(msgspec.structs.replace(owner, namespace=1), memory))
-        assert "--pid=host" in caplog.text
-        with trio.move_on_after(0.01) as scope:
-            await engine.wait_fenced(peer)
-        assert scope.cancelled_caught
+        with pytest.raises(DescriptorRefused, match=r"--pid=host.*share_directory"):
+            engine.add_peer(described(msgspec.structs.replace(owner, namespace=1), memory))
 
 
 @deterministic
@@ -237,13 +227,15 @@ async def test_opening_and_closing_leaves_no_descriptor_open(gpus: FakeGpus) -> 
         ):
             await one.write(one.add_peer(other.descriptor), Write(0, 0, POOL))
 
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
     await once()
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     for _ in range(4):
         await once()
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    await wait_until(lambda: open_files() <= before)  # a thread may have its last result in hand for a moment
 
 
 @deterministic

@@ -21,6 +21,12 @@ class _Taker(Protocol):
 
     def restore(self, interest: Interest, extent: Extent | None) -> Restored: ...
 
+    def is_quick(self, interest: Interest) -> bool: ...
+
+    def is_staged(self, interest: Interest) -> bool: ...
+
+    def land(self, interest: Interest, extent: Extent | None) -> None: ...
+
     def finish(self, interest: Interest) -> None: ...
 
     def keep(self, interest: Interest) -> Lease: ...
@@ -48,6 +54,7 @@ class Arrival:
         self.unlisted_types: tuple[str, ...] = ()
         self._taker = taker
         self._interest = interest
+        self._landed = False
         self._extent = interest.extent  # the interest may lose it when the connector is closed
 
     @property
@@ -58,6 +65,26 @@ class Arrival:
             RemoteProtocolError: the sender's description of it is malformed.
         """
         return _payload.is_raw(self._interest.header)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a GPU copies it, in so short a time that it may be waited for in place.
+
+        Raises:
+            RemoteProtocolError: the sender's description of it is malformed.
+        """
+        return self._taker.is_quick(self._interest)
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether it is in host memory still, though the pool is on a GPU; see `land`."""
+        return self._taker.is_staged(self._interest)
+
+    def land(self) -> None:
+        """Bring what is staged into the pool, as `keep` does if nobody has. In any thread."""
+        if not self._landed:
+            self._taker.land(self._interest, self._extent)
+            self._landed = True
 
     def restore(self) -> object:
         """The payload, in memory of its own."""
@@ -84,6 +111,7 @@ class Arrival:
             NoRoom: it has no bytes in the pool, and there is no room for any; it was given back.
         """
         self._check_open()
+        self.land()
         return self._taker.keep(self._interest)
 
     def give_back(self) -> None:
@@ -102,14 +130,22 @@ class StockArrival:
         key: Its full key.
         size: Its bytes in the pool.
         buffer: Where it lies.
+        is_quick: Never: it may have to be decoded.
+        is_staged: Never.
         is_raw: Its bytes are all there is to it. Otherwise they are its encoding.
     """
+
+    is_quick = False
+    is_staged = False
 
     def __init__(self, key: str, buffer: ManagedBuffer, *, is_raw: bool) -> None:
         self.key = key
         self.size = buffer.size
         self.buffer = buffer
         self.is_raw = is_raw
+
+    def land(self) -> None:
+        """It is where it belongs."""
 
     def restore(self) -> object:
         """The payload; if it is raw, the `ManagedBuffer` itself, for dtype and shape do not travel here."""

@@ -130,6 +130,11 @@ class ConnectorConfig:
     backend_type: str = _key(
         _BACKENDS, "shm", "The engine that moves the bytes. `auto` takes the first that both peers can use."
     )
+    fallback: str = _key(
+        Choice(("none", "host")),
+        "none",
+        "cuda_ipc, xgmi: how to reach a peer that the GPU has no access to. `host` takes the pool's size there, too.",
+    )
     share_directory: str = _key(
         AbsolutePath("the absolute path of a directory of mode 700"),
         "",

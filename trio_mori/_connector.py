@@ -21,6 +21,7 @@ from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
 from ._events import CLOSED, OPEN
 from ._key_files import load_keys
 from ._lease import Lease
+from ._offers import names_of
 from ._payload import Plan
 from ._payload_types import PayloadTypes
 from ._pool import Pool
@@ -29,6 +30,7 @@ from ._protocol import wire
 from ._protocol.extents import INBOUND, OUTBOUND, Extents
 from ._protocol.keys import full_key
 from ._receiver import Ask, Receiver
+from ._reception import NativePeer
 from ._scope import open_service
 from ._sender import Sender
 from ._staging import Reservation
@@ -392,7 +394,8 @@ class Connector:
         events["refused_peers"] = 0 if self._port is None else self._port.refused
         return ConnectorStatistics(
             pid=os.getpid(),
-            engine=self._engine.name,
+            engine=", ".join(names_of(self._engine)),
+            ways=self._ways(),
             pool=pool,
             held=held,
             put={} if sender is None else {k: attrs.evolve(v) for k, v in sender.traffic.edges.items()},
@@ -404,6 +407,14 @@ class Connector:
             + sum(u.established for u in receiver.upstreams.values()),
             quarantine=receiver.quarantine() + (() if sender is None else sender.quarantine()),
         )
+
+    def _ways(self) -> dict[str, str]:
+        ways = {f"from {u.endpoint.address}": u.way for u in self._receiver.upstreams.values() if u.way}
+        for session in () if self._sender is None else self._sender.book.sessions.values():
+            if isinstance(session.handle, NativePeer):
+                way = session.handle.way
+                ways[f"to {session.token.hex()[:8]}"] = f"{way.name} ({way.reason})" if way.reason else way.name
+        return ways
 
     def health(self) -> dict[str, Any]:
         """The stock keys (status, host, pool_device, pool_size, engine_key, puts, gets, bytes_transferred, errors,
@@ -421,7 +432,7 @@ class Connector:
         return {
             "status": status,
             "host": self._endpoint.host,
-            "pool_device": self.config.memory_pool_device,
+            "pool_device": self._pool.region.device,
             "pool_size": self._pool.extents.size,
             "engine_key": self.engine_key,
             "puts": puts,
@@ -506,7 +517,7 @@ async def open_connector(
         if engine is None:
             engine = await stack.enter_async_context(
                 open_engine(
-                    config.backend_type,
+                    _engine_name(config),
                     pool_size=config.memory_pool_size,
                     device=config.memory_pool_device,
                     options=_engine_options(config, hosts.advertise),
@@ -564,9 +575,19 @@ async def open_connector(
         logger.info("connector closed: %s", endpoint.address, extra={"event": CLOSED, **extra})
 
 
+def _engine_name(config: ConnectorConfig) -> str:
+    by_host = config.fallback == "host" and config.backend_type in ("cuda_ipc", "xgmi")
+    return "auto" if by_host else config.backend_type
+
+
 def _engine_options(config: ConnectorConfig, host: str) -> dict[str, object]:
+    xgmi = {"xgmi_num_streams": config.xgmi_num_streams, "xgmi_num_events": config.xgmi_num_events}
+    shm = {"share_directory": config.share_directory} if config.share_directory else {}
+    if _engine_name(config) == "auto":
+        only = {} if config.backend_type == "auto" else {"only": config.backend_type}
+        return {"xgmi": xgmi, "shm": shm, **only}
     if config.backend_type == "xgmi":
-        return {"xgmi_num_streams": config.xgmi_num_streams, "xgmi_num_events": config.xgmi_num_events}
+        return {**xgmi}
     if config.backend_type == "rdma":
         chunking = {"enable_transfer_chunking": True, "chunk_bytes": config.chunk_bytes} if config.chunk_bytes else {}
         return {
@@ -579,9 +600,7 @@ def _engine_options(config: ConnectorConfig, host: str) -> dict[str, object]:
             "num_nics_per_transfer": config.num_nics_per_transfer,
             **chunking,
         }
-    if config.backend_type == "shm" and config.share_directory:
-        return {"share_directory": config.share_directory}
-    return {}
+    return {**shm} if config.backend_type == "shm" else {}
 
 
 def _guarantees(config: ConnectorConfig, size: int) -> dict[str, int]:

@@ -42,7 +42,7 @@ from ._quarantine import Quarantined, QuarantineWatch
 from ._stock import StockSender
 from ._traffic import Traffic
 from ._upstream import CHANGED_DIALECT, Upstream
-from .abc import Engine
+from .abc import Engine, Landing
 
 logger = logging.getLogger("trio_mori.receiver")
 
@@ -190,7 +190,7 @@ class Receiver:
                 # The copies will be queued on it, since they take memory of its own, and be waited for. What the
                 # caller has queued there before may take long; this can be cancelled, a copy cannot.
                 await wait_over(mark(stream))
-            if arrival.size <= INLINE_COPY or (stream is not None and arrival.size <= INLINE_GPU and arrival.is_raw):
+            if arrival.size <= INLINE_COPY or (stream is not None and arrival.is_quick):
                 value = _restore_on(stream, arrival)
             else:
                 # Nothing is gained by a cancellation here, and what came from a stock sender would be lost.
@@ -206,11 +206,32 @@ class Receiver:
         self.book.take(interest)
         return Arrival(self, interest)
 
+    def is_quick(self, interest: Interest) -> bool:
+        """Whether a GPU makes the copy out of the pool, in as short a time as may be waited for in place."""
+        return interest.size <= INLINE_GPU and self._landing(interest) is None and glance(interest.header).is_raw
+
+    def is_staged(self, interest: Interest) -> bool:
+        """Whether it is in host memory still, though the pool is on a GPU."""
+        return self._landing(interest) is not None
+
+    def _landing(self, interest: Interest) -> Landing | None:
+        return self._upstream_of(interest.channel).landing
+
+    def land(self, interest: Interest, extent: Extent | None) -> None:
+        """Bring what is staged into the pool. In any thread."""
+        landing = self._landing(interest)
+        if landing is not None and extent is not None:
+            landing.land(extent.offset, interest.size)
+
     def restore(self, interest: Interest, extent: Extent | None) -> Restored:
         """The payload that came, in memory of its own. In any thread."""
         header, size, pool = interest.header, interest.size, self._pool
         if extent is None:
             return self.payload_types.restore(header, pool.region.tensor[:0], device=self._device)
+        landing = self._landing(interest)
+        if landing is not None:
+            staged = landing.mirror[extent.offset : extent.offset + size]
+            return self.payload_types.restore(header, staged, device=self._device or pool.region.tensor.device)
         lone = glance(header).lone
         address = pool.address(extent, size)
         if lone is not None and address and lone.nbytes <= size and self._device is None:
@@ -229,7 +250,11 @@ class Receiver:
     @asynccontextmanager
     async def lease(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> AsyncIterator[Lease]:
         """The payload where it arrived, for as long as the block lasts."""
-        lease = (await self.take(endpoint, key, known)).keep()
+        arrival = await self.take(endpoint, key, known)
+        if arrival.is_staged and arrival.size > INLINE_COPY:
+            with trio.CancelScope(shield=True):  # as any copy out of the pool
+                await trio.to_thread.run_sync(arrival.land)
+        lease = arrival.keep()
         with lease.buffer:
             try:
                 yield lease

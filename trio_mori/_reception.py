@@ -14,7 +14,7 @@ from ._config import ConnectorConfig
 from ._errors import SHORTAGES, ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError
 from ._events import PEER_ENDED
 from ._log_limit import LogLimit
-from ._offers import find_offer, offer_of
+from ._offers import Way, Ways, names_of, offers_of
 from ._pool import Pool
 from ._protocol import wire
 from ._protocol.entries import Session
@@ -26,13 +26,18 @@ logger = logging.getLogger("trio_mori.sender")
 
 @attrs.define(eq=False)
 class NativePeer:
-    """What the sender keeps for a session: by which link and route it is reached, and its pool."""
+    """What the sender keeps for a session: by which link and route it is reached, and its pool by which engine."""
 
     link: Link
     route: bytes
-    peer: EnginePeer
+    way: Way
     composing: bool = False
     fence: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+    @property
+    def peer(self) -> EnginePeer:
+        """Its pool, as that engine sees it."""
+        return self.way.peer
 
 
 class NativeSendingSide(SendingSide, Protocol):
@@ -75,6 +80,7 @@ class Reception:
         self._book = sender.book
         self._config = config
         self._engine = engine
+        self._ways = Ways(engine, nursery)
         self._nursery = nursery
         self._deployment = deployment
 
@@ -164,25 +170,25 @@ class Reception:
             return
         if not self._speaks(link, route, hello):
             return
-        peer = self._reach(link, route, hello)
-        if peer is None:
+        way = self._reach(link, route, hello)
+        if way is None:
             return
         if known is not None and known.generation == hello.generation and not _came_by(known, link, route):
             # A receiver that has another connection counts on; this is a copy of what it said.
             link.send(wire.encode(wire.Stale(hello.session, hello.generation, self._sender.epoch)), route)
             return
         before = None if known is None else known.handle
-        receiver = NativePeer(link, route, peer)
+        receiver = NativePeer(link, route, way)
         try:
             session = self._book.open_session(
                 hello.session,
                 hello.generation,
-                region_size=peer.size,
+                region_size=way.peer.size,
                 handle=receiver,
                 now=trio.current_time(),
             )
         except NoRoom as error:
-            self._drop_peer(peer)
+            self._drop_peer(way.peer)
             self._mismatch(link, route, hello, str(error))
             return
         while self._book.forgotten:
@@ -192,6 +198,9 @@ class Reception:
             return
         if known is not session:
             self._leave_route(link, route, session)
+            level = logging.WARNING if way.reason else logging.INFO
+            because = way.reason and f", because of {way.reason}"
+            logger.log(level, "receiver %s is written to by %s%s", hello.session.hex(), way.name, because)
             self._nursery.start_soon(self._watch, session, receiver)
         elif isinstance(before, NativePeer):
             receiver.fence = before.fence
@@ -203,9 +212,9 @@ class Reception:
                     hello.generation,
                     self._sender.epoch,
                     self._config.max_fetches_per_peer,
-                    self._engine.name,
+                    way.name,
                     self.local,
-                    [offer_of(self._engine)],
+                    offers_of(self._engine),
                     self._deployment,
                 )
             ),
@@ -219,15 +228,15 @@ class Reception:
         link.send(wire.encode(wire.VersionRange(wire.OLDEST_VERSION, wire.VERSION)), route)
         return False
 
-    def _reach(self, link: Link, route: bytes, hello: wire.Hello) -> EnginePeer | None:
-        """The receiver's pool, as our engine sees it; None after telling it why there is no way."""
-        theirs = find_offer(hello.offers, self._engine)
-        if theirs is None:
-            names = ", ".join(o.name for o in hello.offers) or "none"
-            self._mismatch(link, route, hello, f"the sender writes through {self._engine.name}; offered: {names}")
-            return None
+    def _reach(self, link: Link, route: bytes, hello: wire.Hello) -> Way | None:
+        """How the receiver's pool is written to. None: that is being tried out, or there is no way and it was told."""
+
+        def again() -> None:
+            self._on_hello(link, route, hello)
+            self._sender.flush()
+
         try:
-            return self._engine.add_peer(theirs)
+            return self._ways.find(hello.offers, again)
         except DescriptorRefused as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
                 # No answer: the receiver says hello again at its next heartbeat, when there may be room for it.
@@ -243,7 +252,7 @@ class Reception:
         self.refused += 1
         if self._log_limit.admits():
             logger.warning("receiver %s refused: %s", hello.session.hex(), detail)
-        body = wire.Mismatch(hello.session, hello.generation, [self._engine.name], detail[:1024])
+        body = wire.Mismatch(hello.session, hello.generation, list(names_of(self._engine)), detail[:1024])
         link.send(wire.encode(body), route)
 
     async def _watch(self, session: Session, receiver: NativePeer) -> None:

@@ -51,7 +51,8 @@ class ConnectorStatistics:
 
     Attributes:
         pid: The process.
-        engine: What moves the bytes.
+        engine: What moves the bytes; with several, in order of preference.
+        ways: By which of them each peer is reached, and if it is not the first, why.
         pool: Room.
         held: The pool by state: free, staged, published, claimed, pinned, delivered, dying, posted, arrived, leased,
             quarantined. They sum to the pool.
@@ -65,6 +66,7 @@ class ConnectorStatistics:
 
     pid: int
     engine: str
+    ways: Mapping[str, str]
     pool: PoolStatistics
     held: Mapping[str, int]
     put: Mapping[str, EdgeTraffic]

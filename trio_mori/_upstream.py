@@ -24,7 +24,7 @@ from ._errors import (
 from ._events import PEER_ENDED, PEER_LOST, SENDER_REFUSED
 from ._keys import Keys
 from ._log_limit import LogLimit
-from ._offers import find_offer, offer_of
+from ._offers import find_offer, landing_of, names_of, offers_of
 from ._protocol import interests as book
 from ._protocol import wire
 from ._protocol.inbox import Inbox
@@ -32,7 +32,7 @@ from ._protocol.interests import Channel, Interest
 from ._stock import StockSender
 from ._unix import LOCAL_PREFIX, open_unix_dialler
 from ._zmq import open_dialler
-from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Link, Refused
+from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Landing, Link, Refused
 
 logger = logging.getLogger("trio_mori.receiver")
 
@@ -83,6 +83,8 @@ class Upstream:
         channel: The book that is kept of it.
         dialect: Of the present connection, or of the next one; replaced when it has to be found out again.
         stock: How it is asked if it is a stock sender.
+        way: The engine by which the sender writes; empty while unknown.
+        landing: Where in host memory what it writes arrives, if that is not the pool.
         parked: What `get_nowait` asked for and nobody has taken yet, by key.
         malformed: Messages that could not be understood.
         timeouts: How often it was given up.
@@ -94,6 +96,8 @@ class Upstream:
         self.channel = channel
         self.dialect = Dialect()
         self.stock: StockSender | None = None
+        self.way = ""
+        self.landing: Landing | None = None
         self.parked: dict[str, Interest] = {}
         self.malformed = 0
         self.timeouts = 0
@@ -260,7 +264,7 @@ class Upstream:
             channel.token,
             generation,
             around.config.heartbeat_interval,
-            [offer_of(around.engine)],
+            offers_of(around.engine),
             around.deployment,
         )
         self._link.send(wire.encode(hello))
@@ -332,6 +336,10 @@ class Upstream:
             self._say_hello(channel.generation + 1)
             return
         self._misunderstood = 0
+        if self.way != welcome.chosen:
+            logger.info("sender %s writes by %s", self.endpoint.address, welcome.chosen)
+        self.way = welcome.chosen
+        self.landing = landing_of(around.engine, welcome.chosen)
         self.dialect.refusal = None
         self.dialect.known.set()
         if peer is not None:
@@ -368,11 +376,11 @@ class Upstream:
         self._refuse(AuthenticationFailed(f"no connection to the sender {address}: {self._barred}", peer=address))
 
     def _mismatch(self, body: wire.Mismatch) -> EngineMismatch:
-        ours = self._around.engine.name
+        ours = names_of(self._around.engine)
         return EngineMismatch(
             f"no way for the sender {self.endpoint.address} to write into this pool: {body.detail} "
-            f"(ours: {ours}; its: {', '.join(body.engines)})",
-            ours=(ours,),
+            f"(ours: {', '.join(ours)}; its: {', '.join(body.engines)})",
+            ours=ours,
             theirs=tuple(body.engines),
         )
 
@@ -391,17 +399,18 @@ class Upstream:
             DescriptorRefused: for now, for this process is short of something.
         """
         engine = self._around.engine
-        theirs = find_offer(welcome.offers, engine)
-        if theirs is None:
-            return None
-        try:
-            return engine.add_peer(theirs)
-        except (DescriptorRefused, ConnectorClosed) as error:
-            if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
-                raise
-            # It can write here all the same: what it leaves unanswered stays in quarantine.
-            logger.warning("the sender %s cannot be watched: %s", self.endpoint.address, error)
-            return None
+        for member in engine.members:
+            theirs = find_offer(welcome.offers, member.name)
+            if theirs is None or member.name != welcome.chosen:
+                continue
+            try:
+                return engine.add_peer_of(member, theirs)
+            except (DescriptorRefused, ConnectorClosed) as error:
+                if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
+                    raise
+                # It can write here all the same: what it leaves unanswered stays in quarantine.
+                logger.warning("the sender %s cannot be watched: %s", self.endpoint.address, error)
+        return None
 
     async def _watch(self, epoch: bytes, peer: EnginePeer) -> None:
         """Free what a sender may write to when its process is proven dead."""

@@ -21,6 +21,7 @@ __all__ = [
     "Disconnected",
     "Engine",
     "EnginePeer",
+    "Landing",
     "Link",
     "LinkEvent",
     "Refused",
@@ -91,6 +92,19 @@ class EnginePeer(ABC):
         """Bytes of the peer's region; no write reaches past it."""
 
 
+class Landing(ABC):
+    """Host memory that mirrors a pool on a GPU, by offset; what peers write there is taken from there."""
+
+    @property
+    @abstractmethod
+    def mirror(self) -> torch.Tensor:
+        """All of it, as a 1-D uint8 tensor."""
+
+    @abstractmethod
+    def land(self, offset: int, size: int) -> None:
+        """Bring a part of it into the pool. In any thread; done when it returns."""
+
+
 class Engine(ABC):
     """Moves bytes out of one registered region of this process into regions of peers.
 
@@ -104,6 +118,16 @@ class Engine(ABC):
     def key(self) -> str:
         """Names this engine in `health()` and logs, unlike any other's."""
         return f"{self.name}-{hashlib.sha256(self.descriptor.engine).hexdigest()[:12]}"
+
+    @property
+    def members(self) -> Sequence[Engine]:
+        """The engines that share its pool, in order of preference: this one, unless it stands for several."""
+        return (self,)
+
+    @property
+    def landing(self) -> Landing | None:
+        """Where in host memory peers' writes arrive that are meant for its pool; None: in the pool itself."""
+        return None
 
     @property
     @abstractmethod
@@ -126,6 +150,10 @@ class Engine(ABC):
             DescriptorRefused: malformed, forged, of another engine, or not reachable; says why and what to do.
         """
 
+    def add_peer_of(self, member: Engine, descriptor: Descriptor) -> EnginePeer:
+        """As `add_peer`, of one of the members."""
+        return self.add_peer(descriptor)
+
     @abstractmethod
     def drop_peer(self, peer: EnginePeer) -> None:
         """Forget a peer and what was mapped for it, at once or when its last write ends. Idempotent."""
@@ -147,6 +175,7 @@ class Engine(ABC):
 
         It is a checkpoint before anything is posted, and may be cancelled there. Once posted it cannot be
         cancelled: it returns, or raises, only when the bytes have stopped moving (or with ``settled=False``).
+        One of no bytes finds out whether the peer can be written to, as far as an engine can tell beforehand.
         Writes to one peer do not wait for each other, and a stuck peer delays no other.
 
         Raises:

@@ -59,10 +59,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="listen on the ports of the deploy file; otherwise on free ones, so that two demos do not meet",
     )
+    parser.add_argument(
+        "--devices",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="GPU,GPU,GPU",
+        help="where the stages compute and have their pools, for example cuda:0,cuda:1,cuda:0; the hidden states and "
+        "codec frames then go from GPU to GPU (default: as the deploy file says)",
+    )
     parser.add_argument("--traceback", action="store_true", help="show the traceback of a stage that fails")
     options = parser.parse_args(arguments)
     if options.requests < 1:
         parser.error(f"--requests {options.requests}: at least 1 is needed")
+    if options.devices and len(options.devices) != 3:
+        parser.error(f"--devices {','.join(options.devices)}: one for each of the three stages is needed")
     if not 0 <= options.speed < math.inf:
         parser.error(f"--speed {options.speed}: a number from 0 up is needed")
     for file in (options.wav, options.deploy):
@@ -90,6 +100,7 @@ def order_from(options: argparse.Namespace) -> Order:
         speed=options.speed,
         fixed_ports=options.fixed_ports,
         traceback=options.traceback,
+        devices=options.devices,
     )
 
 

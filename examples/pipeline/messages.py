@@ -32,6 +32,7 @@ class Order(msgspec.Struct, frozen=True):
     speed: float  # times real time in which the recording is fed in; 0 is as fast as it goes
     fixed_ports: bool
     traceback: bool
+    devices: list[str] = []  # where each stage computes and has its pool; none: as the deploy file says
     sender_port: int | None = None  # where the stage before this one listens
 
 

@@ -99,10 +99,10 @@ class CodecChunks:
     frames that came before, so that the decoder keeps no state between chunks.
     """
 
-    def __init__(self, frames: int, context: int) -> None:
+    def __init__(self, frames: int, context: int, device: str = "cpu") -> None:
         self._frames = frames
         self._context = context
-        self._left = torch.empty((0, CODEBOOKS), dtype=torch.int64)
+        self._left = torch.empty((0, CODEBOOKS), dtype=torch.int64, device=device)
         self._new = self._left
 
     def push(self, codes: Tensor) -> Iterator[CodecChunk]:
@@ -152,12 +152,12 @@ class Code2Wav(nn.Module):
         return sound[left_context:].reshape(-1)
 
 
-def run_in_one_process(samples: Tensor, frames: int, context: int) -> Tensor:
+def run_in_one_process(samples: Tensor, frames: int, context: int, device: str = "cpu") -> Tensor:
     """The whole pipeline as three function calls: what a run over three processes has to equal, bit for bit."""
-    thinker, talker, code2wav = Thinker(), Talker(), Code2Wav()
-    chunks = CodecChunks(frames, context)
+    thinker, talker, code2wav = (each().to(device) for each in (Thinker, Talker, Code2Wav))
+    chunks = CodecChunks(frames, context, device)
     sound = []
-    for hidden in thinker(samples):
+    for hidden in thinker(samples.to(device)):
         sound += [code2wav(*chunk) for chunk in chunks.push(talker(hidden))]
     sound += [code2wav(*chunk) for chunk in chunks.flush()]
-    return torch.cat(sound)
+    return torch.cat(sound).cpu()

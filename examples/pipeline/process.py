@@ -48,20 +48,25 @@ def sounds(order: Order) -> list[Tensor]:
 def config_of(number: int, order: Order) -> trio_mori.ConnectorConfig:
     """A stage's part of the deploy file, with ports that nobody else has unless they are to be fixed."""
     deploy = trio_mori.load_deploy(order.deploy)
+    gpu: dict[str, object] = {}
+    if order.devices:
+        gpu = {"backend_type": "cuda_ipc", "memory_pool_device": order.devices[number]}
     if order.fixed_ports:
-        return deploy.config_for_stage(number)
-    return deploy.config_for_stage(number, zmq_port=0, sender_zmq_port=order.sender_port)
+        return deploy.config_for_stage(number, **gpu)
+    return deploy.config_for_stage(number, zmq_port=0, sender_zmq_port=order.sender_port, **gpu)
 
 
 def make_stage(number: int, order: Order, config: trio_mori.ConnectorConfig) -> Stage:
     """Load the stage's model, and at the first stage the recording, before the connector is opened."""
+    device = config.memory_pool_device if order.devices else "cpu"
     if number == 0:
         inputs = {request.id: samples for request, samples in zip(order.requests, sounds(order), strict=True)}
         tell(Progress(0, total=sum(-(-len(samples) // FRAME) + 1 for samples in inputs.values())))
-        return ThinkerStage(inputs, speed=order.speed)
+        return ThinkerStage(inputs, speed=order.speed, device=device)
     if number == 1:
-        return TalkerStage(frames=config.codec_chunk_frames, context=config.codec_left_context_frames)
-    return Code2WavStage()
+        frames, context = config.codec_chunk_frames, config.codec_left_context_frames
+        return TalkerStage(frames=frames, context=context, device=device)
+    return Code2WavStage(device=device)
 
 
 async def run_stage(stage: Stage, config: trio_mori.ConnectorConfig, requests: list[Request]) -> None:
@@ -122,7 +127,9 @@ def compare(order: Order) -> None:
     config = config_of(1, order)
     different = []
     for request, samples in zip(order.requests, sounds(order), strict=True):
-        sound = run_in_one_process(samples, config.codec_chunk_frames, config.codec_left_context_frames)
+        sound = run_in_one_process(
+            samples, config.codec_chunk_frames, config.codec_left_context_frames, *order.devices[:1]
+        )
         if Path(request.out).read_bytes() != wav_bytes(sound, SAMPLE_RATE):
             different.append(request.out)
     tell(Compared(different))

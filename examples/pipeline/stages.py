@@ -61,11 +61,11 @@ class Handoffs:
 class ThinkerStage:
     """Stage 0: speaks each request, at ``speed`` times real time or (0) as fast as it goes."""
 
-    def __init__(self, sounds: Mapping[str, Tensor], *, speed: float) -> None:
+    def __init__(self, sounds: Mapping[str, Tensor], *, speed: float, device: str) -> None:
         self.handoffs = Handoffs()
-        self._sounds = sounds
+        self._sounds = {request: samples.to(device) for request, samples in sounds.items()}
         self._speed = speed
-        self._thinker = Thinker()
+        self._thinker = Thinker().to(device)
 
     async def handle(self, conn: trio_mori.Connector, request: Request) -> None:
         """Send the hidden states of one request."""
@@ -84,15 +84,16 @@ class ThinkerStage:
 class TalkerStage:
     """Stage 1: makes codec frames of hidden states, and sends them in chunks with left context."""
 
-    def __init__(self, *, frames: int, context: int) -> None:
+    def __init__(self, *, frames: int, context: int, device: str) -> None:
         self.handoffs = Handoffs()
         self._frames = frames
         self._context = context
-        self._talker = Talker()
+        self._device = device
+        self._talker = Talker().to(device)
 
     async def handle(self, conn: trio_mori.Connector, request: Request) -> None:
         """Receive and send: a middle stage uses one connector for both."""
-        chunks = CodecChunks(self._frames, self._context)
+        chunks = CodecChunks(self._frames, self._context, self._device)
         async with (
             conn.open_chunk_receiver(request.id, from_stage="0") as arriving,
             conn.open_chunk_sender(request.id, to_stage="2") as out,
@@ -109,9 +110,9 @@ class TalkerStage:
 class Code2WavStage:
     """Stage 2: decodes codec frames, and writes a WAV for each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: str) -> None:
         self.handoffs = Handoffs()
-        self._code2wav = Code2Wav()
+        self._code2wav = Code2Wav().to(device)
 
     async def handle(self, conn: trio_mori.Connector, request: Request) -> None:
         """Receive until the request is over, then write."""
@@ -121,7 +122,7 @@ class Code2WavStage:
                 assert isinstance(frames, CodecFrames)
                 self.handoffs.arrived(frames.sent, frames=len(frames.codes) - frames.left_context)
                 sound.append(self._code2wav(frames.codes, frames.left_context))
-        await trio.Path(request.out).write_bytes(wav_bytes(torch.cat(sound), SAMPLE_RATE))
+        await trio.Path(request.out).write_bytes(wav_bytes(torch.cat(sound).cpu(), SAMPLE_RATE))
 
 
 Stage = ThinkerStage | TalkerStage | Code2WavStage

@@ -9,10 +9,10 @@ import torch
 import trio
 from gpu_lane import PLACES, ask, bench, needs_gpu, owner_process
 
-from trio_mori import DescriptorRefused, EngineUnavailable, TransferFailed, open_engine
+from trio_mori import EngineUnavailable, TransferFailed, open_engine
 from trio_mori.abc import Write
 from trio_mori.testing import ENGINE_CHECKS
-from trio_mori.testing._engine_bench import Check, altered_descriptors
+from trio_mori.testing._engine_bench import Check
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -94,31 +94,6 @@ async def test_a_process_that_is_killed_during_writes_is_fenced_and_the_next_is_
                 await engine.write(engine.add_peer(descriptor), Write(0, 0, POOL))
                 assert ask(process, POOL - 1) == 3
     assert alive(theirs)
-
-
-@pytest.mark.parametrize("devices", PLACES)
-async def test_a_descriptor_with_a_bit_altered_leads_to_no_byte_anywhere(devices: tuple[str, str]) -> None:
-    ours, theirs = devices
-    with owner_process(theirs, POOL) as (process, descriptor), trio.fail_after(120):
-        async with open_engine("cuda_ipc", pool_size=POOL, device=ours) as engine:
-            engine.region.tensor.fill_(9)
-            torch.cuda.synchronize()
-            taken = 0
-            for forged in altered_descriptors(descriptor):
-                try:
-                    peer = engine.add_peer(forged)
-                except DescriptorRefused:
-                    continue
-                taken += 1
-                if taken % 7 == 0:  # each takes 10 ms to map
-                    with pytest.raises(TransferFailed, match=r"another label|no access"):
-                        await engine.write(peer, Write(0, 0, 1))
-                engine.drop_peer(peer)
-            assert taken
-            assert ask(process, 0) == 0
-            await engine.write(engine.add_peer(descriptor), Write(0, 0, 1))
-            assert ask(process, 0) == 9
-    assert alive(ours)
 
 
 async def test_a_pool_is_given_back_when_its_engine_closes_and_a_mapping_when_its_peer_is_dropped() -> None:

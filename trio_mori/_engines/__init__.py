@@ -35,9 +35,16 @@ def _cuda_ipc_opener() -> _Opener:
     return open_cuda_ipc
 
 
+def _auto_opener() -> _Opener:
+    from ._auto import open_auto
+
+    return open_auto
+
+
 _ENGINES: dict[str, Callable[[], _Opener]] = {
     "shm": _shm_opener,
     "cuda_ipc": _cuda_ipc_opener,
+    "auto": _auto_opener,
     "rdma": partial(_mori_opener, "rdma"),
     "xgmi": partial(_mori_opener, "xgmi"),
 }
@@ -55,10 +62,10 @@ def open_engine(
     afterwards. The region's memory stays for as long as somebody holds its tensor or its buffer.
 
     Args:
-        name: ``"shm"``, ``"cuda_ipc"``, ``"rdma"`` or ``"xgmi"``.
+        name: ``"shm"``, ``"cuda_ipc"``, ``"rdma"``, ``"xgmi"``, or ``"auto"`` for those of them that this host has.
         pool_size: Bytes of the region, all of them allocated before the body runs.
         device: Where the region lives, as torch spells it.
-        options: What only this engine knows; see `trio_mori._engines._shm` and `_mori`.
+        options: What only this engine knows; see `trio_mori._engines._shm`, `_mori` and `_auto`.
 
     Raises:
         ConfigError: no engine has this name, or it has no such device, size or option.

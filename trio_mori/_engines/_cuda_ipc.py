@@ -16,10 +16,10 @@ from .._errors import ConfigError, ConnectorClosed, DescriptorRefused, TransferF
 from .._gpu import Moment, wait_over
 from .._scope import open_service
 from ..abc import Descriptor, Engine, EnginePeer, Region, Write
-from . import _cuda_library
+from . import _cuda_library, _memfd
 from ._bounds import check_bounds
 from ._cuda_library import Library
-from ._cuda_owner import LABEL, Owner, decode, describe, label
+from ._cuda_owner import PAGE, Owner, check_author, decode, describe
 from ._cuda_peer import CudaPeer, Track
 from ._fence import Fence
 from ._immortal import keep_for_ever
@@ -47,8 +47,9 @@ async def open_cuda_ipc(*, pool_size: int, device: str, options: Mapping[str, ob
     Opening allocates in a thread. Leaving waits for the copies under way, which take milliseconds; where one failed in
     a way that leaves it open whether it still moves, or was abandoned, the pool stays for the rest of the process.
 
-    Fences are pidfds, for peers of this pid namespace, because the driver ends the copies of a process that exits
-    before the process is gone. Without one (another namespace, Linux before 5.3) `wait_fenced` never returns.
+    Peers are processes of this user in this pid namespace, which a file of theirs in /proc proves. Fences are pidfds,
+    because the driver ends the copies of a process before that is gone. Where the system has none (Linux before 5.3)
+    `wait_fenced` never returns.
     """
     _check_arguments(pool_size, device, options)
     async with AsyncExitStack() as stack:
@@ -83,11 +84,16 @@ def _check_arguments(pool_size: int, device: str, options: Mapping[str, object])
 def _make(library: Library, size: int, device: str) -> CudaIpcEngine:
     """In a thread: the first use of a GPU takes a second."""
     process = this_process()
-    whole = library.allocate(size + LABEL, device)
-    owner, descriptor = describe(process, library.gpu(whole), library.share(whole))
-    library.write(whole[size:], label(descriptor))
-    pool = whole[:size]
-    return CudaIpcEngine(library, owner, descriptor, Region(pool, library.host_bytes(pool), str(pool.device)))
+    pool = library.allocate(size, device)
+    memfd = _memfd.create(PAGE)
+    try:
+        owner, descriptor = describe(process, library.gpu(pool), library.share(pool), memfd)
+        _memfd.publish(memfd, descriptor, PAGE)
+    except BaseException:
+        os.close(memfd)
+        raise
+    region = Region(pool, library.host_bytes(pool), str(pool.device))
+    return CudaIpcEngine(library, owner, descriptor, region, memfd)
 
 
 class CudaIpcEngine(Engine):
@@ -99,11 +105,12 @@ class CudaIpcEngine(Engine):
 
     name = "cuda_ipc"
 
-    def __init__(self, library: Library, owner: Owner, descriptor: Descriptor, region: Region) -> None:
+    def __init__(self, library: Library, owner: Owner, descriptor: Descriptor, region: Region, memfd: int) -> None:
         self._library = library
         self._owner = owner
         self._descriptor = descriptor
         self._region = region
+        self._memfd = memfd
         self._fence, unfenced = os.pipe()
         self._unfenced: int | None = unfenced
         self._state = _State.OPEN
@@ -149,13 +156,17 @@ class CudaIpcEngine(Engine):
         if theirs.process == ours.process:
             return Fence(_live_engine(peer)._dup_fence())
         if theirs.namespace != ours.namespace:
-            logger.warning(
-                "%s runs in another pid namespace: nothing can prove its end, so that memory which it may still write "
-                "to stays out of use; start the containers with one (--pid=host, or --pid=container:NAME)",
-                peer.identity,
+            raise DescriptorRefused(
+                f"{peer.identity} runs in another pid namespace, where it cannot be known by anything but its word: "
+                "start the containers with one (--pid=host, or --pid=container:NAME), or use shm with a share_directory"
             )
-            return None
         pidfd = open_process(theirs.process, peer.identity)
+        try:
+            check_author(theirs, peer.memory, peer.descriptor)
+        except BaseException:
+            if pidfd is not None:
+                os.close(pidfd)
+            raise
         return None if pidfd is None else Fence(pidfd)
 
     def drop_peer(self, peer: EnginePeer) -> None:
@@ -178,9 +189,6 @@ class CudaIpcEngine(Engine):
     async def write(self, peer: EnginePeer, write: Write) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         ours = self._admit(peer, write)
-        if not write.size:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-            return
         ours.writes += 1
         self._busy += 1
         try:
@@ -190,6 +198,9 @@ class CudaIpcEngine(Engine):
                 if self._state is _State.ABANDONED:
                     raise TransferFailed(f"write to {peer.identity} was abandoned before it was posted", settled=False)
                 self._admit(ours, write)
+            if not write.size:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return
             track = self._take_track(ours)
             try:
                 await self._copy(ours, track, write, pool)
@@ -272,20 +283,13 @@ class CudaIpcEngine(Engine):
         """In a thread: 10 ms between two H200."""
         library, memory, ours = self._library, peer.memory, self._region.tensor
         try:
-            whole = library.map(memory.share, ours.device)
-            found = library.read(whole[memory.size :])
+            return library.map(memory.share, ours.device)
         except RuntimeError as error:
             raise TransferFailed(
                 f"write to {peer.identity} refused: {library.gpu(ours)} has no access to its pool on {memory.device}: "
                 f"{error}. The GPUs need peer access (`nvidia-smi topo -p2p r`), the processes one IPC namespace "
                 "(containers: --ipc=host); where that cannot be, set fallback: host, or use shm"
             ) from error
-        if found != label(peer.descriptor):
-            raise TransferFailed(
-                f"write to {peer.identity} refused: the memory that its descriptor names carries another label: its "
-                "pool is gone, or the descriptor was forged or altered"
-            )
-        return whole[: memory.size]
 
     def _let_go(self, peer: CudaPeer) -> None:
         """Unmap the pool of a peer that was dropped, unless a write to it is under way."""
@@ -331,6 +335,7 @@ class CudaIpcEngine(Engine):
             os.write(self._unfenced, b"\0")  # a forked child may have the pipe too, so that closing it says nothing
             os.close(self._unfenced)
         os.close(self._fence)
+        os.close(self._memfd)
 
     def _dup_fence(self) -> int:
         try:

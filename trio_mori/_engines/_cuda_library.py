@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Protocol
 
 import attrs
@@ -87,16 +86,6 @@ class Library(Protocol):
     def open_lane(self, device: torch.device) -> Lane:
         """A stream of copies that a device makes."""
 
-    def read(self, tensor: torch.Tensor) -> bytes:
-        """The bytes of a small tensor. Waits for them.
-
-        Raises:
-            RuntimeError: they are not there.
-        """
-
-    def write(self, tensor: torch.Tensor, data: bytes) -> None:
-        """Set all bytes of a small tensor. Waits until they are there."""
-
 
 def load() -> Library:
     """torch, if it sees a GPU.
@@ -172,16 +161,6 @@ class TorchLibrary:
 
     def open_lane(self, device: torch.device) -> Lane:
         return _TorchLane(device)
-
-    def read(self, tensor: torch.Tensor) -> bytes:
-        # Not on the stream that is current: there may be work on it for a long time.
-        with working_on(side_stream(tensor.device)):
-            host = tensor.cpu()
-        return ctypes.string_at(host.data_ptr(), host.numel())
-
-    def write(self, tensor: torch.Tensor, data: bytes) -> None:
-        with working_on(side_stream(tensor.device)):
-            tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 class _TorchLane:

@@ -98,6 +98,43 @@ def address(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+def open_by_proc(pid: int, number: int, descriptor: Descriptor, size: int, *, who: str) -> int:
+    """The memfd that a process has under a number, checked against the descriptor. The caller owns it.
+
+    Only the two integers come from the descriptor. The file is looked at before it is opened, since opening a pipe
+    or a device, which the process may have under that number as well, is not without effects.
+
+    Args:
+        who: The peer, in errors.
+
+    Raises:
+        DescriptorRefused: it may not be opened, or is not that pool.
+    """
+    try:
+        path = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise DescriptorRefused(f"{who}: its pool is closed, or its process has exited") from error
+    except OSError as error:
+        raise DescriptorRefused(
+            f"{who}: /proc/{pid}/fd/{number} may not be opened ({error.strerror}): the process is ending, has "
+            "capabilities that this one lacks, or is not dumpable; start both alike, or use shm with a share_directory "
+            "on both sides"
+        ) from error
+    try:
+        check_path(path, size)
+        fd = os.open(f"/proc/self/fd/{path}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise DescriptorRefused(f"{who}: its pool may not be written: {error.strerror}") from error
+    finally:
+        os.close(path)
+    try:
+        check_pool(fd, descriptor, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def check_path(fd: int, size: int) -> None:
     """Refuse what is not a pool's file before it is opened: `fd` is an ``O_PATH`` or any other descriptor of it.
 

@@ -54,13 +54,15 @@ SEEN = 10e-3
 
 @asynccontextmanager
 async def open_mori(
-    backend: str, *, pool_size: int, device: str, options: Mapping[str, object]
+    backend: str, *, pool_size: int, device: str, options: Mapping[str, object], region: Region | None = None
 ) -> AsyncIterator[Engine]:
     """Open a pool that Mori reaches: on a GPU of this host for ``xgmi``, on a GPU or in host memory for ``rdma``.
 
     Opening imports Mori and allocates in threads, and is not cancelled while it does. Leaving waits for the writes
     under way. Where one failed in a way that leaves it open whether it still moves, or was abandoned, pool and Mori
     engine stay for the rest of the process.
+
+    With `region`, the pool is one that another engine has opened, and keeps open for longer.
 
     Options: the fields of `XgmiOptions` or `RdmaOptions`; for rdma also ``host``, the address at which Mori listens
     for peers' Mori. Where NICs are named, $MORI_RDMA_DEVICES says so while the backend is made, and only then.
@@ -85,7 +87,8 @@ async def open_mori(
         library = await trio.to_thread.run_sync(load)
         process = this_process()
         key = new_key(process)
-        region = await trio.to_thread.run_sync(allocate, pool_size, device)
+        if region is None:
+            region = await trio.to_thread.run_sync(allocate, pool_size, device)
         home = await trio.to_thread.run_sync(open_outlet, library, settings, key, region.tensor)
         stack.callback(home.close)
         kind = XgmiEngine if backend == "xgmi" else RdmaEngine

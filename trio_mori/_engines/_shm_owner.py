@@ -137,32 +137,7 @@ def choose_way(ours: Owner, theirs: Owner) -> Way:
 def open_memory(owner: Owner, memory: Memory, descriptor: Descriptor) -> int:
     """The owner's memfd, by /proc, checked against the descriptor. The caller owns it.
 
-    Only the two integers come from the descriptor. The file is looked at before it is opened, since opening a pipe
-    or a device, which the process may have under that number as well, is not without effects.
-
     Raises:
         DescriptorRefused: it may not be opened, or is not that pool.
     """
-    try:
-        path = os.open(f"/proc/{owner.pid}/fd/{memory.fd}", os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise DescriptorRefused(f"{owner.identity}: its pool is closed, or its process has exited") from error
-    except OSError as error:
-        raise DescriptorRefused(
-            f"{owner.identity}: /proc/{owner.pid}/fd/{memory.fd} may not be opened ({error.strerror}): the process is "
-            "ending, has capabilities that this one lacks, or is not dumpable; start both alike, or set the shm option "
-            "share_directory on both sides"
-        ) from error
-    try:
-        _memfd.check_path(path, memory.size)
-        fd = os.open(f"/proc/self/fd/{path}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise DescriptorRefused(f"{owner.identity}: its pool may not be written: {error.strerror}") from error
-    finally:
-        os.close(path)
-    try:
-        _memfd.check_pool(fd, descriptor, memory.size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return _memfd.open_by_proc(owner.pid, memory.fd, descriptor, memory.size, who=owner.identity)

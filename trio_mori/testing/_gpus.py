@@ -101,12 +101,6 @@ class FakeGpus:
     def open_lane(self, device: torch.device) -> Lane:
         return _FakeLane(self)
 
-    def read(self, tensor: torch.Tensor) -> bytes:
-        return ctypes.string_at(tensor.data_ptr(), tensor.numel())
-
-    def write(self, tensor: torch.Tensor, data: bytes) -> None:
-        tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
     def begin(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
         """A copy; as a lane does."""
         if self.broken:
