@@ -59,7 +59,7 @@ def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
 def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
     """Copy every leaf to host memory. False, and nothing is copied, if one is more than a run of bytes there."""
     for leaf in leaves:
-        if leaf.tag == TENSOR and not (leaf.stream is None and _is_plain(leaf.source)):
+        if leaf.tag == TENSOR and not (leaf.stream is None and is_plain(leaf.source)):
             return False
     for leaf in leaves:
         if leaf.tag == TENSOR:
@@ -69,7 +69,8 @@ def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
     return True
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one run of bytes that mean what they are."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -89,7 +90,7 @@ def copy_to_host(leaf: Leaf, base: int, target: torch.Tensor) -> None:
         _TO_HOST[leaf.tag](leaf, base + leaf.offset)
         return
     start = check_memory(leaf)
-    if _is_plain(leaf.source):
+    if is_plain(leaf.source):
         memmove(base + leaf.offset, start, leaf.nbytes)
     else:
         _copy_strided(*same_bits(leaf, target))

@@ -1,8 +1,7 @@
 """Copies of a payload that a GPU makes: queued here, and waited for by whoever asked.
 
-A copy begins when the work is done that the caller had queued before it handed the payload over. Where there is none,
-which is so when the caller has looked at a result before, it goes on the caller's own stream: to work on another one
-costs more than a copy of 1 MB takes. Otherwise it goes on a stream beside that, so that nobody's later work delays it.
+A copy begins when the work is done that the caller had queued before it handed the payload over. It goes on a stream
+beside the caller's, so that nobody's later work delays it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from contextlib import ExitStack
 import attrs
 import torch
 
-from ._gpu import mark, side_stream, working_on
-from ._payload_copy import Leaf, check_memory, copy_to_host, same_bits
+from ._gpu import copy_bytes, mark, side_stream, working_on
+from ._payload_copy import Leaf, check_memory, copy_to_host, is_plain, same_bits
 
 
 class Streams:
@@ -61,28 +60,28 @@ def begin_copies(
             for leaf in group:
                 copy_to_host(leaf, target.data_ptr(), target)
             continue
-        stream, beside = _choose(group[0].stream, device, target.device)
-        with ExitStack() as stack:
-            if device != target.device and not target.is_cpu:
-                # Between two GPUs torch makes the current stream of either wait for the other's.
-                stack.enter_context(working_on(side_stream(target.device)))
-            if beside:
-                for moment in ready:
-                    stream.wait_event(moment)
+        stream = side_stream(device)
+        for moment in ready:
+            stream.wait_event(moment)
+        group = [leaf for leaf in group if not _queue_bytes(leaf, target, stream)]
+        if group:
+            with ExitStack() as stack:
+                if device != target.device and not target.is_cpu:
+                    # Between two GPUs torch makes the current stream of either wait for the other's.
+                    stack.enter_context(working_on(side_stream(target.device)))
                 stack.enter_context(working_on(stream))
-            for leaf in group:
-                _queue(leaf, target)
-            moments.append(mark(stream))
+                for leaf in group:
+                    _queue(leaf, target)
+        moments.append(mark(stream))
     return moments
 
 
-def _choose(
-    callers: torch.cuda.Stream | None, source: torch.device, target: torch.device
-) -> tuple[torch.cuda.Stream, bool]:
-    """A stream for copies, and whether it is another than the one that is current."""
-    if callers is not None and source == target and callers == torch.cuda.current_stream(source) and callers.query():
-        return callers, False
-    return side_stream(source), True
+def _queue_bytes(leaf: Leaf, target: torch.Tensor, stream: torch.cuda.Stream) -> bool:
+    """Queue a copy that is one run of bytes, within a GPU. False: it is more than that."""
+    source = leaf.source
+    if leaf.stream is None or source.device != target.device or not is_plain(source):
+        return False
+    return copy_bytes(target.data_ptr() + leaf.offset, check_memory(leaf), leaf.nbytes, stream)
 
 
 def _queue(leaf: Leaf, target: torch.Tensor) -> None:
