@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "machine": machine.described(),
         "is_quick": args.quick,
-        "rounds": args.rounds,
+        "rounds": min(args.rounds, cases.QUICK_ROUNDS) if args.quick else args.rounds,
         "seed": args.seed,
         "peers": {name: PEERS[name].title for name in wanted},
         "skipped": skipped,

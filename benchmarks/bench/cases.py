@@ -230,6 +230,7 @@ SCENARIOS = {
 
 
 QUICK_POOL = 64 * MB  # holds all of the largest quick turn
+QUICK_ROUNDS = 2
 
 
 def quick(case: Case) -> Case:
@@ -240,4 +241,4 @@ def quick(case: Case) -> Case:
     size, interval = min(turn.size, 4 * MB), min(turn.interval, 0.05)
     seconds = min(turn.seconds, 0.5)
     smaller = dataclasses.replace(turn, chunks=chunks, streams=streams, size=size, interval=interval, seconds=seconds)
-    return dataclasses.replace(case, rounds=2, turn=smaller)
+    return dataclasses.replace(case, rounds=QUICK_ROUNDS, turn=smaller)

@@ -66,12 +66,17 @@ def for_readme(result: dict[str, Any]) -> Iterator[str]:
 
 
 def for_docs(result: dict[str, Any]) -> Iterator[str]:
-    """Every case, in medians."""
+    """Every case, in medians; what is in the clock, where it differs from the case before."""
+    clock = ""
     for case in result["cases"]:
         peers = dict.fromkeys(name for found in case["rounds"] for name in found)
         if not peers:
             continue
-        yield f"**{case['title']}**. In the clock: {case['clock']}."
+        if case["clock"] != clock:
+            clock = case["clock"]
+            yield f"*In the clock:* {clock}."
+            yield ""
+        yield f"**{case['title'][0].upper()}{case['title'][1:]}**"
         yield ""
         turns = {name: [found[name] for found in case["rounds"] if name in found] for name in peers}
         yield from table(*case_table(result["peers"], turns))
