@@ -50,6 +50,12 @@ class Choice:
 
         return TrioChunkTransferAdapter(vllm_config, *args, **keywords)
 
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self.stock)
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[Any, ...]:
+        return (self.stock,)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
 

@@ -306,7 +306,7 @@ def test_vllm_omni_has_what_the_plugin_holds_on_to() -> None:
     assert hooked is not None, f"{_adapter_hook.METHOD} {moved}_adapter_hook.py"
     stock = getattr(hooked, "stock", hooked)
     assert list(inspect.signature(stock).parameters) == ["self", "external_req_id", "sender_token"]
-    source = inspect.getsource(adapter)
+    source = inspect.getsource(getattr(adapter, "stock", adapter))
     assert source.count(f"self.{_adapter_hook.METHOD}(") == 2, f"who calls {_adapter_hook.METHOD} {moved}"
     for name in ("num_puts", "terminal_sent"):
         assert hasattr(chunk_transfer_adapter._SenderGeneration(), name), f"{name} {moved}_adapter_hook.py"
