@@ -23,7 +23,7 @@ from rig import LIMIT, SOON, Pair, filled, open_pair, port_of, wait_until
 
 from trio_mori import open_connector
 from trio_mori._engines import _shm_owner as owners
-from trio_mori._offers import offer_of
+from trio_mori._offers import offers_of
 from trio_mori._protocol import wire
 from trio_mori._zmq import open_dialler
 from trio_mori.abc import Arrived, Connected, Link
@@ -234,7 +234,7 @@ async def test_forged_descriptors_of_shared_memory_are_refused_once_each_and_not
     with trio.fail_after(LIMIT):
         async with open_connector({**pool, "role": "sender", **REMOTE}) as sender, open_connector(pool) as other:
             engine = other._engine
-            genuine = offer_of(engine)
+            (genuine,) = offers_of(engine)
             forged = [
                 replaced(genuine, pid=1),
                 replaced(genuine, pid=os.getppid()),

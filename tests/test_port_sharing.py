@@ -51,7 +51,7 @@ from trio_mori import (
 from trio_mori import _address as addresses
 from trio_mori import _inquiry as inquiry
 from trio_mori import _port as ports
-from trio_mori._offers import offer_of
+from trio_mori._offers import offers_of
 from trio_mori._protocol import wire
 from trio_mori._zmq import ListeningLink, open_dialler, open_listener
 from trio_mori.abc import Connected, Disconnected
@@ -556,7 +556,7 @@ async def test_a_receiver_that_does_not_hear_keeps_nobody_from_the_address_for_l
         first, second = await site.open(), await site.open_elsewhere()
         assert await deaf.receive() == [Connected()]
         deployment = wire.Deployment("", 1, 0, 0, "")
-        deaf.send(wire.encode(wire.Hello(1, 1, bytes(16), 1, 5.0, [offer_of(engine)], deployment)))
+        deaf.send(wire.encode(wire.Hello(1, 1, bytes(16), 1, 5.0, offers_of(engine), deployment)))
         await wait_until(lambda: first.connector.health()["peers"] == 1)
         started = trio.current_time()
         await put(second, "k", b"x")
@@ -570,14 +570,14 @@ async def test_a_receiver_that_comes_while_the_holder_says_farewell_is_not_welco
     async with open_site() as site, site.fabric.open() as engine, open_dialler("127.0.0.1", site.port) as deaf:
         first, second = await site.open(), await site.open_elsewhere()
         assert await deaf.receive() == [Connected()]
-        deaf.send(wire.encode(wire.Hello(1, 1, bytes(16), 1, 5.0, [offer_of(engine)], deployment)))
+        deaf.send(wire.encode(wire.Hello(1, 1, bytes(16), 1, 5.0, offers_of(engine), deployment)))
         await wait_until(lambda: first.connector.health()["peers"] == 1)
         async with open_dialler("127.0.0.1", site.port) as late:
             assert await late.receive() == [Connected()]
             outcome = begin(site.nursery, put, second, "k", b"x")
             while standing(first) != "yielding":  # and stays so until the deaf one is given up
                 await trio.lowlevel.checkpoint()
-            late.send(wire.encode(wire.Hello(1, 1, b"late" * 4, 1, 5.0, [offer_of(engine)], deployment)))
+            late.send(wire.encode(wire.Hello(1, 1, b"late" * 4, 1, 5.0, offers_of(engine), deployment)))
             assert await late.receive() == [Disconnected()]
         await outcome.wait()
 

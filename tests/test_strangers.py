@@ -14,7 +14,7 @@ from rig import LIMIT, POOL, UNIT, Pair, filled, open_pair, port_of, wait_until
 
 from trio_mori import _zmq_socket as sockets
 from trio_mori._log_limit import BURST
-from trio_mori._offers import offer_of
+from trio_mori._offers import offers_of
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Session
 from trio_mori._zmq import DiallingLink, open_dialler, open_listener
@@ -63,7 +63,7 @@ def session_of(pair: Pair) -> tuple[Session, bytes]:
 def hello(engine: MemoryEngine, token: bytes, generation: int = 1) -> list[bytes]:
     """What a receiver with that engine says first."""
     deployment = wire.Deployment("h", 1, 0, 0, "")
-    return wire.encode(wire.Hello(1, 1, token, generation, 5.0, [offer_of(engine)], deployment))
+    return wire.encode(wire.Hello(1, 1, token, generation, 5.0, offers_of(engine), deployment))
 
 
 # --- transfers of others --------------------------------------------------------------------------------------
