@@ -14,7 +14,7 @@ from . import _payload
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import ConnectorClosed, NoRoom, TransferFailed
-from ._events import EXPIRED
+from ._events import EXPIRED, PEER_LOST
 from ._gpu import mark_current, wait_over
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
@@ -272,6 +272,7 @@ class Sender:
                 await trio.sleep_forever()
             self.book.expire(trio.current_time())
             self._tell_expired()
+            self._tell_silent()
             self._quarantine.tell(self.book.doubts(), trio.current_time())
             self.flush()
 
@@ -285,6 +286,21 @@ class Sender:
                 ", ".join(expired[:SHOWN]),
                 ", ..." if len(expired) > SHOWN else "",
                 extra={"event": EXPIRED, "keys": expired, "count": len(expired)},
+            )
+
+    def _tell_silent(self) -> None:
+        silent, self.book.silent = self.book.silent, []
+        for session in silent:
+            receiver = session.handle
+            assert isinstance(receiver, NativePeer)
+            seconds = trio.current_time() - session.last_heard
+            logger.warning(
+                "the receiver %s has been silent for %.0f s (acknowledge_timeout is %g s): what it did not acknowledge "
+                "goes to whoever asks next; its process may be stopped or stuck",
+                receiver.peer.identity,
+                seconds,
+                self._config.acknowledge_timeout,
+                extra={"event": PEER_LOST, "peer": receiver.peer.identity, "seconds": seconds},
             )
 
     def quarantine(self) -> tuple[Quarantined, ...]:

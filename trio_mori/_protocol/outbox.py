@@ -7,6 +7,7 @@ a deadline) and then carries out what the book left for it:
 * `talking`: sessions with messages in `Session.outgoing`;
 * `pulls.answers`: replies to stock callers;
 * `expired`: keys of payloads that nobody fetched in time;
+* `silent`: sessions that were connected and have not said anything for too long;
 * `forgotten`: sessions that made place for others, whose handles are not needed any more.
 
 **What keeps memory safe.** A write pins its entry from the moment its ticket is made, and a pinned entry's extent is
@@ -87,6 +88,7 @@ class Outbox:
         self.talking: dict[Session, None] = {}
         self.forgotten: list[Session] = []
         self.expired: list[str] = []
+        self.silent: list[Session] = []
         # The earliest deadline that was set since `next_deadline` was last asked: whoever sleeps longer is woken.
         self.alarm = inf
         self._closing = False
@@ -605,6 +607,7 @@ class Outbox:
     def expire(self, now: float) -> None:
         """Do what is due: fail slow writes, drop what nobody fetched, give up on silent receivers."""
         silent = [s for s in self.sessions.values() if s.last_heard + self.limits.acknowledge_timeout <= now]
+        self.silent += [s for s in silent if s.connected]
         for session in silent:
             session.connected = False  # all of them first: what one gives up must not go to another
         for ticket in [t for t in self.tickets if t.deadline <= now and t.course is Course.RUNNING]:
