@@ -210,6 +210,8 @@ class _Planner:
         """The skeleton of a value."""
         self._count()
         kind = type(value)
+        if kind in _THEMSELVES:
+            return value
         simple = _SIMPLE.get(kind)
         if simple is not None:
             return simple(value)
@@ -219,7 +221,7 @@ class _Planner:
         if container is not None:
             return container(self, value, depth + 1)
         if isinstance(value, torch.Tensor):
-            return self.tensor(value)
+            return self.tensor(value, depth)
         return self._other(value, depth + 1)
 
     def _count(self) -> None:
@@ -227,7 +229,7 @@ class _Planner:
         if self._nodes > MAX_NODES:
             raise Refused(f"brings the payload to more than {MAX_NODES} values: send numbers as a tensor")
 
-    def tensor(self, value: torch.Tensor) -> list[object]:
+    def tensor(self, value: torch.Tensor, depth: int) -> list[object]:
         """A tensor. A Parameter arrives as a plain one, without gradient."""
         name = _dtype_name(value)
         return [TENSOR, name, list(value.shape), self.add(TENSOR, value, value.nbytes)]
@@ -298,7 +300,7 @@ class _Planner:
             if depth >= MAX_DEPTH:
                 raise Refused(f"is or has a key nested more than {MAX_DEPTH} deep: flatten it")
             return [TUPLE, *(self._key(each, depth + 1) for each in key)]
-        if type(key) is bytes:
+        if type(key) is bytes or type(key) in _THEMSELVES:
             return key
         simple = _SIMPLE.get(type(key))
         if simple is None:
@@ -399,14 +401,8 @@ def _integer(value: int) -> object:
     return [BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True)]
 
 
-def _itself(value: Any) -> object:
-    return value
-
-
+_THEMSELVES = frozenset({type(None), bool, float})
 _SIMPLE: dict[type, Callable[[Any], object]] = {
-    type(None): _itself,
-    bool: _itself,
-    float: _itself,
     str: _text,
     int: _integer,
     complex: lambda value: [COMPLEX, value.real, value.imag],
@@ -416,7 +412,7 @@ _SIMPLE: dict[type, Callable[[Any], object]] = {
     type(msgspec.UNSET): lambda value: [UNSET],
 }
 _CONTAINERS: dict[type, Callable[[_Planner, Any, int], object]] = {
-    torch.Tensor: lambda planner, value, depth: planner.tensor(value),
+    torch.Tensor: _Planner.tensor,
     dict: _Planner.mapping,
     list: lambda planner, value, depth: planner.sequence(LIST, value, depth),
     tuple: lambda planner, value, depth: planner.sequence(TUPLE, value, depth),
