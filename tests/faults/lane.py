@@ -32,8 +32,8 @@ TIMES = {"heartbeat_interval": 0.2, "peer_timeout": 1.5, "acknowledge_timeout": 
 SETTLE = 40.0
 
 # Forked from one that has imported what takes seconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "trio", "msgspec", "zmq", "numpy", "trio_mori", "trio_mori._connector"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "trio", "msgspec", "zmq", "numpy", "trio_mori", "trio_mori._connector"])
 
 
 @attrs.define(eq=False)
@@ -90,7 +90,7 @@ class Round:
         self._chance = random.Random(f"{plan.seed}.round")
         self._incarnations = 0
         self._processes: dict[int, Process] = {}
-        self._ports = {place: _free_port() for place in range(plan.stages - 1)}
+        self._ports = {place: free_port() for place in range(plan.stages - 1)}
         self._proxies = {place: Proxy(random.Random(f"{plan.seed}.{place}")) for place in range(plan.stages - 1)}
         self._ledgers = {place: Ledger(f"stage {place}", plan.streams) for place in range(1, plan.stages)}
         self._ends: dict[tuple[int, int], int] = {}
@@ -135,8 +135,8 @@ class Round:
             plant=self._plant,
             log=str(self._directory / f"stage-{place}"),
         )
-        ours, theirs = _context.Pipe()
-        handle = _context.Process(target=stage.main, args=(theirs, spec), daemon=True)
+        ours, theirs = context.Pipe()
+        handle = context.Process(target=stage.main, args=(theirs, spec), daemon=True)
         handle.start()
         theirs.close()
         self._processes[place] = Process(place, handle, ours, first)
@@ -300,7 +300,7 @@ class Round:
         plan = self._plan
         for place in range(plan.stages):
             self._start(place, dict.fromkeys(range(plan.streams), 0))
-        if not self._settles(lambda: all(each.ready for each in self._processes.values())):
+        if not self._wait(3 * SETTLE, lambda: all(each.ready for each in self._processes.values())):
             raise Violation("a stage does not come up")
         for proxy in self._proxies.values():
             proxy.noise = plan.noise
@@ -403,7 +403,7 @@ class Round:
             proxy.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port where nobody listens, outside of those that connections are given."""
     chance = random.SystemRandom()
     while True:

@@ -321,7 +321,6 @@ def main(pipe: Connection, spec: Spec) -> None:
         _shm.INLINE = 16 << 10
         _copies._move = partial(_move_slowly, _copies._move)
     plants.plant(spec.plant)
-    gc.collect()
     gc.freeze()  # half of a gigabyte of modules, at which nobody has to look again
     trio.run(_live, pipe, spec)
 

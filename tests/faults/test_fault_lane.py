@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from . import soak
 from .__main__ import describe, run_lane
 from .lane import run_round
 from .ledger import Violation
 from .plan import Fault, Kind, Plan
 from .proxy import QUIET
+from .soak import STREAMS
 
 pytestmark = [pytest.mark.faults, pytest.mark.slow]
 
@@ -73,3 +75,14 @@ def test_a_fault_of_each_kind_hurts_nobody(kind: Kind, tmp_path: Path) -> None:
     place = 0 if kind in (Kind.REPLACE, Kind.DROP, Kind.CUT, Kind.HOLD) else 1
     plan = plain(stages=3, seconds=1.5, paces=(0.0, 0.0, 0.005), faults=(Fault(0.3, kind, place, lasts, amount),))
     assert run_round(plan, tmp_path)["payloads"]
+
+
+def test_sixteen_streams_of_mixed_sizes_leave_memory_and_descriptors_as_they_were(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    seconds = SECONDS / 2
+    sent, received = soak.soak(seconds, 1 << 62)
+    with capsys.disabled():
+        print(f"\n{soak.describe(seconds, sent, received)}", flush=True)
+    assert list(soak.complaints(sent, received)) == []
+    assert sent.chunks > STREAMS
