@@ -513,6 +513,19 @@ def test_an_edge_leads_to_a_stage_that_exists(load: Load) -> None:
 
 
 @deterministic
+def test_a_stage_in_the_middle_expects_the_key_of_the_stage_before_it(load: Load) -> None:
+    own = "curve_secret_key: /keys/stage.secret"
+    deploy = load(
+        middle(
+            f"zmq_port: 41000, {own}, curve_sender_key: /keys/thinker.public",
+            f"zmq_port: 41100, {own}, curve_sender_key: /keys/talker.public",
+        )
+    )
+    assert deploy.config_for_stage(1).curve_sender_key == "/keys/thinker.public"
+    assert deploy.config_for_stage(2).curve_sender_key == "/keys/talker.public"
+    assert {deploy.config_for_stage(stage).curve_secret_key for stage in range(3)} == {"/keys/stage.secret"}
+
+
 def test_two_stages_of_one_machine_do_not_listen_on_one_port(load: Load) -> None:
     error = refused(load, middle("zmq_port: 41001", "zmq_port: 41000"))
     assert (error.key, error.value) == ("zmq_port", 41000)
