@@ -43,6 +43,9 @@ class MemoryWire:
     def planned(self, payload: object) -> object:
         return payload
 
+    async def prepare(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def put(self, external_id: str, number: int, planned: Any) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self.failures:

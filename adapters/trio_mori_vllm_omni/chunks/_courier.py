@@ -105,6 +105,7 @@ class Courier:
                     self._receiving = Receiving(self._wire, tasks, self._events.append)
                     self._sending = Sending(self._wire, tasks, self._events.append)
                     self._is_open = True
+                    tasks.start_soon(self._wire.prepare)
                     try:
                         yield self
                     finally:

@@ -71,11 +71,13 @@ class Inside:
         self.books = Books()
         self.processing = Processing(adapter, self.books, getattr(config, "custom_process_next_stage_input_func", None))
         self._portal = connector.home.portal
-        self._wire = ConnectorWire(connector)
+        receives = stage_receives_chunks(config)
+        self._sends = self.processing.function is not None or not receives
+        self._wire = ConnectorWire(connector, sends=self._sends)
         self._loop = Courier(connector.home.post, self._wire, self.processing.forget)
         stage = Stage(
             number=connector.stage_id,
-            receives=stage_receives_chunks(config),
+            receives=receives,
             window=_window_of(config, adapter.scheduler_max_num_seqs),
             max_running=adapter.scheduler_max_num_seqs,
             talker=TalkerWindow.of(config),
@@ -100,8 +102,7 @@ class Inside:
 
         There is none behind a stage that receives and makes nothing of it, nor for a request that ends here.
         """
-        stage = self.desk.stage
-        return (self.processing.function is not None or not stage.receives) and has_consumer(request, stage.number)
+        return self._sends and has_consumer(request, self.desk.stage.number)
 
     def offer(self, offer: Offer, output: Any, request: Any, tokens: Iterable[int]) -> None:
         """Queue what a step produced, if it is to be sent."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 import trio
 
-from trio_mori import Connector, Plan
+from trio_mori import Connector, Plan, TrioMoriError
 
 from .._sync import SyncConnector
 
@@ -19,6 +20,9 @@ class Wire(Protocol):
 
     def planned(self, payload: object) -> object:
         """A payload as `put` takes it. In any thread."""
+
+    async def prepare(self) -> None:
+        """Make ready what the first chunk would have to wait for. What is wrong with it, that one says."""
 
     async def put(self, external_id: str, number: int, planned: Any) -> None:
         """Hand a chunk on; waits for room. If it is cancelled, nothing was put."""
@@ -34,10 +38,11 @@ class Wire(Protocol):
 
 
 class ConnectorWire:
-    """A wire on the core connectors of a stage, which are opened when they are first needed."""
+    """A wire on the core connectors of a stage."""
 
-    def __init__(self, connector: SyncConnector) -> None:
+    def __init__(self, connector: SyncConnector, *, sends: bool) -> None:
         self._connector = connector
+        self._sends = sends
         self._stage = connector.stage_id
         self._edge_in = (str(self._stage - 1), str(self._stage))
         self._edge_out = (str(self._stage), str(self._stage + 1))
@@ -49,6 +54,12 @@ class ConnectorWire:
             UnsupportedPayload: something in it cannot be sent.
         """
         return self._connector.plan(payload)
+
+    async def prepare(self) -> None:
+        """See `Wire`: a stage in the middle opens its sender, whose memory takes its time."""
+        if self._sends:
+            with suppress(TrioMoriError):
+                await self._connector.open_core("sender")
 
     async def put(self, external_id: str, number: int, planned: Plan) -> None:
         """See `Wire`. Raises as `Connector.put`."""
