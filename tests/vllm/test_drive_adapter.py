@@ -107,3 +107,8 @@ def test_the_stages_find_each_other_by_whatever_they_are_told(
 def test_a_deployment_that_names_the_stock_connector_runs_here(drive: Callable[..., str]) -> None:
     arguments = told("--stages", "3", "--requests", "20", "--interval-ms", "0", connector="MoriTransferEngineConnector")
     assert_all_arrived(drive(arguments, TRIO_MORI_REPLACE_STOCK="1"), stages=3, chunks=200)
+
+
+def test_our_chunk_adapter_moves_two_thousand_chunks_over_each_edge(drive: Callable[..., str]) -> None:
+    report = drive(told("--stages", "3", "--requests", "200"), TRIO_MORI_CHUNK_ADAPTER="1")
+    assert_all_arrived(report, stages=3, chunks=2000)
