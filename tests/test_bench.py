@@ -132,10 +132,11 @@ def test_the_page_is_xml_and_shows_every_peer_that_it_has_figures_of() -> None:
 
 
 def test_publishing_replaces_what_stands_between_the_comments_and_nothing_else(tmp_path: Path) -> None:
-    for name, mark in (("README.md", "figures"), ("docs/performance.md", "tables")):
+    for name, marks in (("README.md", ("figures",)), ("docs/performance.md", ("page", "tables"))):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text(f"before\n{publish.BEGIN.format(mark)}\nold\n{publish.END.format(mark)}\nafter\n")
+        marked = (f"{publish.BEGIN.format(mark)}\nold\n{publish.END.format(mark)}\n" for mark in marks)
+        path.write_text("before\n" + "".join(marked) + "after\n")
     for _ in range(2):
         publish.publish(a_run(), tmp_path)
         for name in ("README.md", "docs/performance.md"):

@@ -144,6 +144,7 @@ def publish(result: dict[str, Any], root: Path = ROOT) -> None:
     """Write all three under `root`."""
     (root / "docs/performance.svg").write_text(draw(result))
     between(root / "README.md", "figures", for_readme(result))
+    between(root / "docs/performance.md", "page", iter(["![All of it on one page](performance.svg)"]))
     between(root / "docs/performance.md", "tables", for_docs(result))
 
 
