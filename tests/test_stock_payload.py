@@ -124,6 +124,7 @@ PAYLOADS: list[object] = [
     *("text", "ü" * 40, {"k" * 300: "v" * 70000}, {"n": None, "t": True, "l": [[[]]]}),
     *({1: 2, "a": 3, b"x": 4, 2.5: 5, None: 6}, {(1, "a"): (2,)}, OrderedDict(b=1, a=2), {"__tensor__": False}),
     *((1, (2, [3])), {5}, frozenset({"a"}), [slice(1, None, 2)], slice(None), [torch.Size([2, 3])]),
+    *([{torch.Size([2, 3]): 1, (torch.Size([]), "a"): 2}],),
     *(bytearray(b"z"), bytearray(), memoryview(b"y" * 300)),
     *([b"x" * 10, bytearray(b"y" * 300), memoryview(b"z" * 70000)], {"data": b"w" * 256}),
     *([np.arange(6, dtype=">i4").reshape(2, 3).T], np.float32([[1]]), [np.zeros((0, 3), "<U3"), np.array(2.0)]),

@@ -182,9 +182,16 @@ class _Former:
             raise refusal.inside(label) from None
 
     def _key(self, key: Any) -> Any:
-        if type(key) is list:
-            return tuple(self._key(each) for each in key[1:]) if key[0] == TUPLE else self.form(key)
-        return key
+        if type(key) is not list:
+            return key
+        if key[0] in (TUPLE, SIZE):
+            return tuple(self._key(each) for each in key[1:])
+        form = self.form(key)
+        if isinstance(form, list | dict):
+            raise Refused(
+                "has a structure as a key, for which the stock serializer has no form: only native peers can get it"
+            )
+        return form
 
     def _leaf(self, tag: int, parts: list[Any], item: Any) -> object:
         if tag == TENSOR:
