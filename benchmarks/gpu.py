@@ -1,7 +1,9 @@
 """From GPU to GPU between two processes: how long from the start of `put` until a get that waits has it.
 
 The receiver is this process, the sender another one; both have their pools on the GPUs that --devices names. The clock
-is the host's, which both share. Every size is measured in blocks of all kinds in turn; each number is a median.
+is the host's, which both share. Every size is measured in blocks of all kinds in turn; each number is a median. Before
+each put both processes sleep for 3 ms; with --busy the sender never sleeps, as a stage that has other work, and the
+receiver has busy_poll_us.
 
 * *bare copy*: one copy of that size on a stream, from the call until the host knows that it is over; across, of a
   tensor into the receiver's mapped pool, and within the sender's GPU, as a pool's first copy is;
@@ -14,7 +16,7 @@ is the host's, which both share. Every size is measured in blocks of all kinds i
 * *stock*: vllm-omni's SharedMemoryConnector, put and get of the dict one after the other, and the copy to the GPU.
   Given --stock, the folder of site-packages that has vllm_omni.
 
-    python benchmarks/gpu.py [--devices cuda:0,cuda:1] [--sizes BYTES,...] [--rounds N] [--stock FOLDER] [--json FILE]
+    python benchmarks/gpu.py [--devices cuda:0,cuda:1] [--busy] [--sizes BYTES,...] [--rounds N] [--stock FOLDER]
 """
 
 from __future__ import annotations
@@ -132,12 +134,20 @@ class Sender:
         return begun, base64.b64encode(bytes(ForkingPickler.dumps(self.passed_on[0]))).decode()
 
 
-async def send(device: str, stock_site: Path | None) -> None:
+async def never_sleep() -> None:
+    """Other work, which lets others have their turns."""
+    while True:
+        await trio.lowlevel.checkpoint()
+
+
+async def send(device: str, stock_site: Path | None, *, busy: bool) -> None:
     """Answer each line of standard input with one."""
     torch.set_num_threads(1)
     torch.cuda.set_device(device)
     stock = stock_connector(stock_site) if stock_site else None
-    async with AsyncExitStack() as stack:
+    async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
+        if busy:
+            nursery.start_soon(never_sleep)
 
         async def opened(config: dict[str, object]) -> trio_mori.Connector:
             return await stack.enter_async_context(trio_mori.open_connector(config))
@@ -167,6 +177,7 @@ async def send(device: str, stock_site: Path | None) -> None:
                 _, _, metadata = stock.put(*EDGE, key, payload)
                 answer = [time.monotonic_ns() - begun, metadata]
             print(json.dumps(answer), flush=True)
+        nursery.cancel_scope.cancel()
 
 
 # --- the receiving process --------------------------------------------------------------------------------
@@ -237,6 +248,7 @@ async def measure(options: argparse.Namespace) -> dict[int, dict[str, float]]:
     torch.cuda.set_device(here)
     stock = stock_connector(options.stock) if options.stock else None
     command = [sys.executable, __file__, "--sender", there, *(["--stock", str(options.stock)] if options.stock else [])]
+    command += ["--busy"] if options.busy else []
     results: dict[int, dict[str, float]] = {}
     async with trio.open_nursery() as nursery:
         run = partial(trio.run_process, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, check=False)
@@ -244,6 +256,7 @@ async def measure(options: argparse.Namespace) -> dict[int, dict[str, float]]:
         receiver = Receiver(process, here, options.rounds)
         gpu_port, host_port = await receiver.hear()
         to: dict[str, object] = {"role": "receiver", "sender_host": "127.0.0.1"}
+        to["busy_poll_us"] = 100_000 if options.busy else 0
         async with (
             trio_mori.open_connector({**GPU, "memory_pool_device": here, "sender_zmq_port": gpu_port, **to}) as gpu,
             trio_mori.open_connector({**HOST, "payload_device": here, "sender_zmq_port": host_port, **to}) as host,
@@ -322,16 +335,17 @@ def main() -> None:
     parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")], default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=120, help="measurements of each kind")
     parser.add_argument("--stock", type=Path, help="the folder that has vllm_omni, 0.30.0")
+    parser.add_argument("--busy", action="store_true", help="let the processes sleep as little as may be")
     parser.add_argument("--json", type=Path, help="write the medians there")
     parser.add_argument("--sender", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.sender:
-        trio.run(send, options.sender, options.stock)
+        trio.run(partial(send, options.sender, options.stock, busy=options.busy))
         return
     results = trio.run(measure, options)
     if options.json:
         options.json.write_text(json.dumps(results))
-    print(table(results, options.devices))
+    print(f"{'busy' if options.busy else 'paced'}: {table(results, options.devices)}")
 
 
 if __name__ == "__main__":
