@@ -15,7 +15,7 @@ from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import ConnectorClosed, NoRoom, TransferFailed
 from ._events import EXPIRED, PEER_LOST
-from ._gpu import mark_current, wait_over
+from ._gpu import mark, wait_over
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
 from ._protocol.entries import Course, Entry, Fetch, Session, StockCaller, Ticket
@@ -91,7 +91,9 @@ class Sender:
             self._check_open(key)
             size = data.size
             if self._pool.on_gpu:  # for what the caller has queued to be written there
-                await wait_over(mark_current(self._pool.region.tensor.device))
+                stream = torch.cuda.current_stream(self._pool.region.tensor.device)
+                if not stream.query():
+                    await wait_over(mark(stream))
             return await data.detach(OUTBOUND, lambda extent: self._publish_buffer(key, extent, size))
         await trio.lowlevel.checkpoint_if_cancelled()
         plan = data if isinstance(data, _payload.Plan) else plan_payload(data)
@@ -123,7 +125,7 @@ class Sender:
             self._check_open(key)
             size = data.size
             if self._pool.on_gpu:
-                mark_current(self._pool.region.tensor.device).synchronize()
+                torch.cuda.current_stream(self._pool.region.tensor.device).synchronize()
             return self._publish_buffer(key, data.detach_nowait(OUTBOUND), size)
         reservation = self.reserve_nowait(key, plan_payload(data))
         try:
