@@ -52,6 +52,12 @@ def test_the_command_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["keygen", path]) == 1
     assert "a.secret" in capsys.readouterr().err
     assert (tmp_path / "a.secret").read_bytes() == before
+    (tmp_path / "a.secret").unlink()
+    assert main(["keygen", path]) == 1
+    assert "a.public exists" in capsys.readouterr().err
+    assert not (tmp_path / "a.secret").exists(), "half of a pair is of no use"
+    assert main(["keygen", str(tmp_path / "no" / "such")]) == 1
+    assert "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["two words", "", "x" * 65, "tab\tbed"])

@@ -61,6 +61,9 @@ def write_pair(path: str, name: str) -> tuple[Path, Path]:
             f"name: {name!r} is not allowed; give up to 64 letters without spaces", key="name", value=name
         )
     secret_path, public_path = Path(f"{path}.secret"), Path(f"{path}.public")
+    for target in (secret_path, public_path):
+        if os.path.lexists(target):  # before half of a pair is written
+            raise ConfigError(f"{target} exists; remove it, or give another path", key="path", value=path)
     public, secret = new_key_pair()
     for target, mode, text in (
         (secret_path, 0o600, _SECRET_TEXT.format(secret.decode())),
@@ -69,8 +72,7 @@ def write_pair(path: str, name: str) -> tuple[Path, Path]:
         try:
             fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         except OSError as error:
-            remedy = "; remove it, or give another path" if isinstance(error, FileExistsError) else ""
-            raise ConfigError(f"cannot write {target}: {error.strerror}{remedy}", key="path", value=path) from error
+            raise ConfigError(f"cannot write {target}: {error.strerror}", key="path", value=path) from error
         with os.fdopen(fd, "w") as file:
             file.write(text)
     return secret_path, public_path
