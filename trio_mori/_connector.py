@@ -67,6 +67,7 @@ class Connector:
         self._source: Endpoint | None = config.sender_endpoint
         self._closed = False
         self._drained = False
+        self._ended_at = trio.current_time()  # moves on when it is closed
         self._errors = 0
 
     # --- put ----------------------------------------------------------------------------------------------
@@ -405,7 +406,7 @@ class Connector:
             parked=sum(len(c.interests) for c in receiver.book.channels),
             peers=(0 if sender is None else sum(s.connected for s in sender.book.sessions.values()))
             + sum(u.established for u in receiver.upstreams.values()),
-            quarantine=receiver.quarantine() + (() if sender is None else sender.quarantine()),
+            quarantine=receiver.quarantine(self._time) + (() if sender is None else sender.quarantine(self._time)),
         )
 
     def _ways(self) -> dict[str, str]:
@@ -415,6 +416,12 @@ class Connector:
                 way = session.handle.way
                 ways[f"to {session.token.hex()[:8]}"] = f"{way.name} ({way.reason})" if way.reason else way.name
         return ways
+
+    @property
+    def _time(self) -> float:
+        """Now; of a closed connector, which is asked outside of its trio run, too, when it was closed."""
+        here = not self._closed and trio.lowlevel.in_trio_run()
+        return trio.current_time() if here else self._ended_at
 
     def health(self) -> dict[str, Any]:
         """The stock keys (status, host, pool_device, pool_size, engine_key, puts, gets, bytes_transferred, errors,
@@ -453,6 +460,8 @@ class Connector:
 
     def _stop(self) -> None:
         """Refuse new calls, and tell each that waits. Idempotent."""
+        if not self._closed:
+            self._ended_at = trio.current_time()
         self._closed = True
         if self._port is not None:
             self._port.stop()

@@ -46,7 +46,10 @@ class QuarantineWatch:
         """What is there now, the oldest first."""
         doubts = list(doubts)
         self._since = {doubt.subject: self._since.get(doubt.subject, now) for doubt in doubts}
-        found = (Quarantined(d.size, now - self._since[d.subject], self._name_of(d.holder), d.reason) for d in doubts)
+        found = (
+            Quarantined(d.size, max(now - self._since[d.subject], 0.0), self._name_of(d.holder), d.reason)
+            for d in doubts
+        )
         return tuple(sorted(found, key=lambda each: -each.seconds))
 
     @property

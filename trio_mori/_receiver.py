@@ -409,9 +409,9 @@ class Receiver:
         if self._closing:
             self._settled.set()
 
-    def quarantine(self) -> tuple[Quarantined, ...]:
+    def quarantine(self, now: float) -> tuple[Quarantined, ...]:
         """What senders may still write to although nobody waits for it."""
-        return self._quarantine.look(self.book.doubts(), trio.current_time())
+        return self._quarantine.look(self.book.doubts(), now)
 
     def _name_of(self, sender: object) -> str:
         return self._upstream_of(sender).endpoint.address if isinstance(sender, Channel) else str(sender)

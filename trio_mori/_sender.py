@@ -305,9 +305,9 @@ class Sender:
                 extra={"event": PEER_LOST, "peer": receiver.peer.identity, "seconds": seconds},
             )
 
-    def quarantine(self) -> tuple[Quarantined, ...]:
+    def quarantine(self, now: float) -> tuple[Quarantined, ...]:
         """What writes may still read although nobody waits for them."""
-        return self._quarantine.look(self.book.doubts(), trio.current_time())
+        return self._quarantine.look(self.book.doubts(), now)
 
     # --- closing ------------------------------------------------------------------------------------------
 
