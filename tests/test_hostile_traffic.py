@@ -155,23 +155,21 @@ def local_name(pair: Pair) -> str:
     return pair.sender._sender.reception.local
 
 
-@pytest.mark.deterministic
 async def test_a_flood_of_messages_that_are_none_costs_an_answer_and_a_count_each() -> None:
-    async with open_pair(sender=REMOTE, receiver=REMOTE) as pair, beside_traffic(pair, "3,000 malformed messages"):
+    async with open_pair(sender=REMOTE, receiver=REMOTE) as pair, beside_traffic(pair, "1,000 malformed messages"):
         async with open_dialler("127.0.0.1", port_of(pair.sender)) as link:
             assert await link.receive() == [Connected()]
             answers = 0
-            for hundreds in range(1, 31):
+            for hundreds in range(1, 11):
                 for number in range(100):
                     link.send([wire.MAGIC, b"\xc1junk"] if number % 2 else [b"", b"junk"])
                 with trio.fail_after(LIMIT):
                     while answers < 100 * hundreds:
                         answers += len(await link.receive())
-            assert answers == malformed(pair) == 3000
+            assert answers == malformed(pair) == 1000
             assert await answers_to(link) == []
 
 
-@pytest.mark.deterministic
 async def test_a_thousand_connections_that_come_and_go_leave_nothing() -> None:
     async with open_pair(sender=REMOTE, receiver=REMOTE) as pair, beside_traffic(pair, "connections that come and go"):
         assert pair.sender._sender is not None
@@ -195,7 +193,6 @@ async def test_a_thousand_connections_that_come_and_go_leave_nothing() -> None:
         assert not book.pulls._callers
 
 
-@pytest.mark.deterministic
 @pytest.mark.parametrize(
     "first",
     [b"", b"\xff", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\xff" + bytes(8) + b"\x7f", bytes(1000), b"\xff" * 200],

@@ -192,6 +192,7 @@ class Round:
         self._spare(process.place - 1, stream, number)
 
     def _on_lost(self, process: Process, stream: int, number: int, reason: str) -> None:
+        self._progress_at = time.monotonic()
         allowed = {"Expired"} if self._plan.ttl else set()
         if self._dropped:
             allowed.add("Gone")
