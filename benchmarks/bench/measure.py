@@ -37,19 +37,24 @@ def summary(turn: Turn, halves: dict[str, dict[str, Any]]) -> dict[str, Any]:
     result["cpu_us"] = (send["cpu_us"] + receive["cpu_us"]) / turn.total
     if turn.scenario == "streams":
         starts, ends = both["starts"], both["ends"]
-        took = [
-            (end - start) / 1000
-            for begun, ended in zip(starts, ends, strict=True)
-            for start, end in zip(begun, ended, strict=True)
-        ]
         span = max(map(max, ends)) - min(map(min, starts))
-        return result | figures("", took) | {"rate": turn.total / span * 1e9}
+        result |= figures("", between(starts, ends)) | {"rate": turn.total / span * 1e9}
+        return result | (figures("step_", between(starts, both["steps"])) if "steps" in both else {})
     if both.get("puts"):
         result |= figures("put_", both["puts"])
     for kind in ("put", "get"):
         if f"{kind}_wall_us" in both:
             result[f"{kind}_rate"] = turn.total / both[f"{kind}_wall_us"] * 1e6
     return result | figures("", both["gets"])
+
+
+def between(starts: list[list[int]], ends: list[list[int]]) -> list[float]:
+    """Microseconds that each chunk took."""
+    return [
+        (end - start) / 1000
+        for begun, ended in zip(starts, ends, strict=True)
+        for start, end in zip(begun, ended, strict=True)
+    ]
 
 
 def figures(prefix: str, took: list[float]) -> dict[str, Any]:

@@ -92,6 +92,7 @@ Turns = dict[str, list[dict[str, Any]]]
 # What only some cases have.
 OPTIONAL: dict[str, tuple[str, Callable[[float], str]]] = {
     "put_p50_us": ("put p50", shown),
+    "step_p50_us": ("p50 to a step of the scheduler", shown),
     "rate": ("chunks/s", count),
     "put_rate": ("puts/s", count),
     "get_rate": ("gets/s", count),

@@ -109,7 +109,8 @@ class Stage(Half):
             raise RuntimeError(
                 f"{self._name}: {len(result['t_ready'])} of {turn.total} chunks came, {result['corrupt']} corrupt"
             )
-        return {"ends": table(turn, result["t_ready"])}
+        # Stock marks a request in its receiving thread, ours in a step of the scheduler; the step is the same for both.
+        return {"ends": table(turn, result["t_ready"]), "steps": table(turn, result["t_sched"])}
 
     def _park(self, turn: Turn, ready: Ready) -> dict[str, Any]:
         """Register requests, as a scheduler's step does, and make no further step."""
