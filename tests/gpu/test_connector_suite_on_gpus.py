@@ -15,16 +15,7 @@ from trio_mori.abc import Engine
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
-# What they are about is not so here: copies out of a pool on a GPU that one tensor fills are made in no thread.
-OTHERS = {
-    "test_a_get_that_copies_in_a_thread_ends_well_or_is_told_and_harms_nothing",
-    "test_a_get_that_copies_in_a_thread_is_waited_for",
-    # And this one looks for the pool in host memory.
-    "test_health_has_the_stock_keys_and_the_pool_by_state",
-}
-assert connector_suite.TESTS.keys() >= OTHERS, "one that is left out is not there"
-
-globals().update({name: test for name, test in connector_suite.TESTS.items() if name not in OTHERS})
+globals().update(connector_suite.TESTS_ON_GPUS)
 
 equal = torch.equal
 

@@ -34,6 +34,18 @@ assert dict(ALL).keys() >= OTHERS, "one that is left out is not there"
 
 TESTS = {name: test for name, test in ALL if name not in OTHERS}
 
+# With pools in a GPU's own memory these are not what they are about.
+HOST_ONLY = {
+    # Copies out of such a pool that one tensor fills are made in no thread.
+    "test_a_get_that_copies_in_a_thread_ends_well_or_is_told_and_harms_nothing",
+    "test_a_get_that_copies_in_a_thread_is_waited_for",
+    # It looks for the pool in host memory.
+    "test_health_has_the_stock_keys_and_the_pool_by_state",
+}
+assert TESTS.keys() >= HOST_ONLY, "one that is left out is not there"
+
+TESTS_ON_GPUS = {name: test for name, test in TESTS.items() if name not in HOST_ONLY}
+
 count_descriptors = test_connector_close.open_descriptors
 
 

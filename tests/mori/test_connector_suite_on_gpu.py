@@ -19,7 +19,7 @@ from trio_mori.abc import Engine
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU that torch sees", allow_module_level=True)
 
-globals().update(connector_suite.TESTS)
+globals().update(connector_suite.TESTS_ON_GPUS)
 
 equal = torch.equal
 
