@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import trio
-from rig import FAST, Pair, assert_free, begin, filled, open_pair, port_of, wait_until
+from rig import FAST, Outcome, Pair, assert_free, begin, filled, open_pair, port_of, wait_until
 
 from trio_mori import Gone, RemoteProtocolError
 from trio_mori._protocol import wire
@@ -33,10 +33,25 @@ def upstream_of(pair: Pair) -> Upstream:
     return upstream
 
 
+async def get_that_waits(pair: Pair, nursery: trio.Nursery) -> Outcome:
+    """The sender knows of it, by the link that the two stay on: what is said on the way there counts for nothing."""
+    outcome = await pair.get_later(nursery, "k")
+    await settle(pair)
+    return outcome
+
+
+async def settle(pair: Pair) -> None:
+    def is_settled() -> bool:
+        upstream = upstream_of(pair)
+        return upstream._local is not None and upstream.channel.up and pair.parked() > 0
+
+    await wait_until(is_settled)
+
+
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_message_that_the_sender_could_not_understand_is_made_good_for_by_another_hello(times: int) -> None:
     async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
-        outcome = await pair.get_later(nursery, "k")
+        outcome = await get_that_waits(pair, nursery)
         generation = upstream_of(pair).channel.generation
         for _ in range(times):
             say_to_receiver(pair, NOT_UNDERSTOOD)
@@ -51,7 +66,7 @@ async def test_a_message_that_the_sender_could_not_understand_is_made_good_for_b
 
 async def test_a_sender_that_understands_no_hello_is_refused_by_name_and_greeted_again_at_each_heartbeat() -> None:
     async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
-        outcome = await pair.get_later(nursery, "k")
+        outcome = await get_that_waits(pair, nursery)
         for _ in range(5):
             say_to_receiver(pair, NOT_UNDERSTOOD)
         with pytest.raises(RemoteProtocolError, match="could not understand a message of this side, nor 3 hellos"):
@@ -60,11 +75,22 @@ async def test_a_sender_that_understands_no_hello_is_refused_by_name_and_greeted
         await pair.assert_whole()
 
 
+async def test_whoever_waited_is_told_why_although_the_sender_is_greeted_well_before_they_look() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        outcome = await get_that_waits(pair, nursery)
+        upstream_of(pair)._refuse(RemoteProtocolError("why"))
+        upstream_of(pair).dialect.refusal = None
+        pair.receiver._receiver.flush()
+        with pytest.raises(RemoteProtocolError, match="why"):
+            await outcome.wait()
+        await pair.assert_whole()
+
+
 async def test_a_sender_that_speaks_the_native_dialect_is_never_taken_for_a_stock_one_on_that_connection() -> None:
     async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
-        outcome = await pair.get_later(nursery, "k")
+        outcome = await get_that_waits(pair, nursery)
         say_to_receiver(pair, wire.encode_stock_answer(wire.TRANSFER_ERROR))
-        await wait_until(lambda: pair.receiver.statistics().events["malformed_in"] == 1)
+        await wait_until(lambda: pair.receiver.statistics().events["malformed_in"])
         assert upstream_of(pair).stock is None
         await pair.put("k", {"a": 1})
         assert await outcome.wait() == {"a": 1}
@@ -95,6 +121,7 @@ async def test_the_news_that_a_payload_is_gone_outlives_the_call_that_was_cancel
 
         outcome = begin(nursery, receive)
         await wait_until(pair.parked)
+        await settle(pair)
         channel = upstream_of(pair).channel
         (interest,) = channel.interests.values()
         outcome.scope.cancel()

@@ -355,7 +355,7 @@ class Receiver:
             kind = PeerLost if code == book.PEER_LOST else PeerRestarted
             raise kind(f"{key!r} will not come from the sender {endpoint.address}: {detail}", peer=endpoint.address)
         if code == book.MISMATCH:
-            refusal = self.upstreams[endpoint].refusal
+            refusal = self.upstreams[endpoint].last_refusal
             raise refusal if refusal is not None else EngineMismatch(detail)
         if code == _CLOSED:
             raise ConnectorClosed(f"the connector was closed while get waited for {key!r}")

@@ -85,6 +85,7 @@ class Upstream:
         stock: How it is asked if it is a stock sender.
         way: The engine by which the sender writes; empty while unknown.
         landing: Where in host memory what it writes arrives, if that is not the pool.
+        last_refusal: For those who waited when it was refused: it may have been greeted well before they look.
         parked: What `get_nowait` asked for and nobody has taken yet, by key.
         malformed: Messages that could not be understood.
         timeouts: How often it was given up.
@@ -105,6 +106,7 @@ class Upstream:
         self._around = surroundings
         self._log_limit = LogLimit()
         self._remote: Link | None = None  # while it is connected
+        self.last_refusal: TrioMoriError | None = None
         self._barred = ""  # why not, if the keys are why
         self._local: Link | None = None
         self._tried: set[str] = set()
@@ -367,7 +369,7 @@ class Upstream:
     def _refuse(self, error: TrioMoriError) -> None:
         logger.warning("%s", error, extra={"event": SENDER_REFUSED, "peer": self.endpoint.address})
         self._around.book.fail_all(self.channel, book.MISMATCH, str(error))
-        self.dialect.refusal = error
+        self.dialect.refusal = self.last_refusal = error
         self.dialect.known.set()
 
     def _on_barred(self) -> None:
