@@ -14,12 +14,13 @@ from chunk_fakes import Request, Rig, Status, codes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from trio_mori_vllm_omni.chunks._flows import AHEAD, Inflow, Outflow, Outgoing
+from trio_mori_vllm_omni.chunks._flows import AHEAD, Arrived, Inflow, Outflow, Outgoing
 from trio_mori_vllm_omni.chunks._marks import failed_terminal
 from trio_mori_vllm_omni.chunks._records import Flag
 from trio_mori_vllm_omni.chunks._writing import Offer, Verdict
 
-NAMES = st.sampled_from("abcd")
+NAMES = st.sampled_from("abc")
+ANY = st.integers(0, 5)  # one of those that there are
 LIMIT = 10.0
 
 
@@ -29,6 +30,7 @@ class Life:
 
     Attributes:
         due: What its prompt has to be in its next steps.
+        waits_since: At the earliest, it has waited for its present chunk since then.
         is_over: No more is sent.
         reason: Why it cannot go on, once all before it has run.
     """
@@ -37,6 +39,7 @@ class Life:
     due: list[list[int]] = attrs.field(factory=list)
     given: int = 0
     ran: int = 0
+    waits_since: float = 0.0
     is_over: bool = False
     reason: str | None = None
 
@@ -63,6 +66,13 @@ class DeskMachine(RuleBasedStateMachine):
         self.failed: dict[str, str] = {}
         self.in_tick = False
 
+    def parked(self) -> list[str]:
+        return sorted(self.rig.desk.parking.owned() & set(self.lives))
+
+    def fed(self) -> list[str]:
+        """The requests for which something may be delivered."""
+        return [name for name in sorted(self.lives) if self.can_deliver(name) is not None]
+
     @initialize(window=st.sampled_from([0, 0, 1, 2]), limit=st.integers(1, 4))
     def begin(self, window: int, limit: int) -> None:
         self.rig = Rig(window=window, max_running=limit)
@@ -70,10 +80,11 @@ class DeskMachine(RuleBasedStateMachine):
 
     # --- the scheduler ------------------------------------------------------------------------------------
 
+    @precondition(lambda self: not self.in_tick)
     @rule(name=NAMES)
     def add(self, name: str) -> None:
-        if name not in self.lives and not self.in_tick:
-            self.lives[name] = Life(self.rig.add(name, resumable=True))
+        if name not in self.lives:
+            self.lives[name] = Life(self.rig.add(name, resumable=True), waits_since=self.rig.now)
 
     @precondition(lambda self: not self.in_tick)
     @rule()
@@ -92,6 +103,7 @@ class DeskMachine(RuleBasedStateMachine):
             assert request is life.request
             assert request.prompt_token_ids == life.due[life.ran]
             life.ran += 1
+            life.waits_since = self.rig.now
         assert sorted(self.rig.end()) == sorted(request.request_id for request in queued)
         self.in_tick = False
 
@@ -104,9 +116,22 @@ class DeskMachine(RuleBasedStateMachine):
             else:
                 self.begin_tick()
 
-    @rule(name=NAMES, failed=st.booleans())
-    def finish(self, name: str, failed: bool) -> None:
+    @precondition(lambda self: self.lives)
+    @rule(at=ANY, failed=st.booleans())
+    def finish_one(self, at: int, failed: bool) -> None:
         """Also between the two halves of a tick."""
+        self.finish(sorted(self.lives)[at % len(self.lives)], failed)
+
+    @precondition(lambda self: self.lives and not self.in_tick)
+    @rule(at=ANY)
+    def start_anew(self, at: int) -> None:
+        """A request ends, and another one has its name; what was under way for the old one may still come."""
+        name = sorted(self.lives)[at % len(self.lives)]
+        self.finish(name, False)
+        self.add(name)
+        self.begin_tick()
+
+    def finish(self, name: str, failed: bool) -> None:
         if name in self.lives:
             life = self.lives.pop(name)
             self.note_late(name)
@@ -115,13 +140,14 @@ class DeskMachine(RuleBasedStateMachine):
             self.leave(name)
             self.failed.pop(name, None)
 
-    @rule(name=NAMES)
-    def free(self, name: str) -> None:
+    @precondition(lambda self: self.in_tick and self.parked())
+    @rule(at=ANY)
+    def free(self, at: int) -> None:
         """The scheduler drops a request without a word."""
-        if name in self.lives and self.in_tick and name in self.rig.desk.parking.owned():
-            del self.lives[name], self.rig.requests[name]
-            self.note_late(name)
-            self.failed.pop(name, None)
+        name = self.parked()[at % len(self.parked())]
+        del self.lives[name], self.rig.requests[name]
+        self.note_late(name)
+        self.failed.pop(name, None)
 
     @precondition(lambda self: not self.in_tick)
     @rule(name=NAMES)
@@ -145,14 +171,9 @@ class DeskMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def wait(self, seconds: float) -> None:
         self.rig.now += seconds
-        waiting = {
-            name
-            for name, record in self.rig.desk.receptions.items()
-            if record.waiting_since is not None and self.rig.now - record.waiting_since > LIMIT
-        }
         for name in self.rig.desk.reading.take_stalled(LIMIT):
-            assert name in waiting
             life = self.lives.get(name)
+            assert life is None or self.rig.now - life.waits_since > LIMIT
             # Nobody is given up whose chunk is there, but for those that no tick has looked at.
             assert life is None or self.in_tick or life.ran == life.given or self.has_not_looked(name)
             if life is not None:
@@ -179,11 +200,11 @@ class DeskMachine(RuleBasedStateMachine):
         credit = self.rig.loop.receiving[record.flow]
         return life if life.given - credit < AHEAD else None
 
-    @rule(name=NAMES, kind=st.sampled_from(["data", "data", "data", "segment", "end", "empty end", "failed", "broken"]))
-    def deliver(self, name: str, kind: str) -> None:
-        life = self.can_deliver(name)
-        if life is None:
-            return
+    @precondition(lambda self: self.fed())
+    @rule(at=ANY, kind=st.sampled_from(["data", "data", "data", "segment", "end", "empty end", "failed", "broken"]))
+    def deliver(self, at: int, kind: str) -> None:
+        name = self.fed()[at % len(self.fed())]
+        life = self.lives[name]
         loop = self.rig.loop
         if kind == "broken":
             life.is_over, life.reason = True, "PeerLost: gone"
@@ -205,13 +226,11 @@ class DeskMachine(RuleBasedStateMachine):
         if record is not None and record.flow is not None:
             self.late.append(record.flow)
 
-    @rule(at=st.integers(0, 20))
+    @precondition(lambda self: self.late)
+    @rule(at=ANY)
     def deliver_late(self, at: int) -> None:
         """A chunk of a life that has ended, which was under way then."""
-        from trio_mori_vllm_omni.chunks._flows import Arrived
-
-        if self.late:
-            self.rig.loop._events.append(Arrived(self.late[at % len(self.late)], codes(-1)))
+        self.rig.loop._events.append(Arrived(self.late[-1 - at % len(self.late)], codes(-1)))
 
     # --- the stage after ----------------------------------------------------------------------------------
 
@@ -298,7 +317,7 @@ class DeskMachine(RuleBasedStateMachine):
             self.end_tick()
         for name in list(self.lives):
             self.finish(name, failed=False)
-        for name in "abcd":
+        for name in "abc":
             self.clean_up(name)
         for flow in list(self.rig.loop.sending):
             self.end(flow)
@@ -309,4 +328,4 @@ class DeskMachine(RuleBasedStateMachine):
 
 
 TestDesk = pytest.mark.filterwarnings("ignore")(DeskMachine.TestCase)
-TestDesk.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestDesk.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
