@@ -252,8 +252,12 @@ class Receiver:
         """The payload where it arrived, for as long as the block lasts."""
         arrival = await self.take(endpoint, key, known)
         if arrival.is_staged and arrival.size > INLINE_COPY:
-            with trio.CancelScope(shield=True):  # as any copy out of the pool
-                await trio.to_thread.run_sync(arrival.land)
+            try:
+                with trio.CancelScope(shield=True):  # as any copy out of the pool
+                    await trio.to_thread.run_sync(arrival.land)
+            except BaseException:
+                arrival.give_back()
+                raise
         lease = arrival.keep()
         with lease.buffer:
             try:

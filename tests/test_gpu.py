@@ -1,0 +1,72 @@
+"""Waiting for a moment of a GPU: soon noticed, beside other tasks, and cancellable."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock, assert_checkpoints
+
+from trio_mori._gpu import wait_over
+
+pytestmark = pytest.mark.deterministic
+
+
+class Questions:
+    """A moment that has come when it was asked after so often."""
+
+    def __init__(self, count: float) -> None:
+        self.asked = 0
+        self._count = count
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked >= self._count
+
+
+async def test_what_is_over_is_asked_after_once_and_waiting_for_it_is_a_checkpoint() -> None:
+    moment = Questions(1)
+    with assert_checkpoints():
+        await wait_over(moment)
+    assert moment.asked == 1
+
+
+async def test_others_run_while_one_waits() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(count)
+        await wait_over(Questions(200))
+        nursery.cancel_scope.cancel()
+    assert turns > 10
+
+
+async def test_what_takes_long_is_asked_after_by_a_timer(autojump_clock: MockClock) -> None:
+    moment = Questions(float("inf"))
+    with trio.move_on_after(10) as scope:
+        await wait_over(moment)
+    assert scope.cancelled_caught
+    assert moment.asked < 100_000  # ten seconds without a pause are millions
+
+
+async def test_a_wait_in_a_cancelled_scope_does_not_even_begin() -> None:
+    moment = Questions(1)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await wait_over(moment)
+    assert scope.cancelled_caught
+    assert not moment.asked
+
+
+async def test_a_gpu_that_has_failed_says_so() -> None:
+    class Failed:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        await wait_over(Failed())
