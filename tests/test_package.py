@@ -103,7 +103,7 @@ def test_the_metadata_names_what_is_needed_and_what_is_needed_only_for_more(buil
     assert metadata["Name"] == "trio-mori"
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == "<3.14,>=3.10"
-    assert set(metadata.get_all("Provides-Extra", ())) == {"mori", "vllm-omni", "metrics", "test", "dev"}
+    assert set(metadata.get_all("Provides-Extra", ())) == {"mori", "vllm-omni", "metrics", "test", "fuzz", "dev"}
     always, extra = set(), {}
     for requirement in metadata.get_all("Requires-Dist", ()):
         name = re.split(r"[ <>=;\[!~]", requirement)[0].lower()
