@@ -86,6 +86,22 @@ async def test_whoever_waited_is_told_why_although_the_sender_is_greeted_well_be
         await pair.assert_whole()
 
 
+async def test_a_refusal_that_ends_while_a_get_hears_of_it_is_raised_all_the_same() -> None:
+    async with open_pair() as pair:
+        await pair.assert_whole()
+        upstream = upstream_of(pair)
+        upstream.dialect.refusal = RemoteProtocolError("it was not understood")
+
+        class Welcomed(trio.abc.Instrument):
+            def after_task_step(self, task: trio.lowlevel.Task) -> None:
+                upstream.dialect.refusal = None
+
+        trio.lowlevel.add_instrument(Welcomed())
+        with pytest.raises(RemoteProtocolError, match="it was not understood"):
+            await pair.get("k")
+        await pair.assert_whole()
+
+
 async def test_a_sender_that_speaks_the_native_dialect_is_never_taken_for_a_stock_one_on_that_connection() -> None:
     async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
         outcome = await get_that_waits(pair, nursery)

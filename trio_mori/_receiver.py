@@ -472,9 +472,10 @@ class Receiver:
                 await dialect.known.wait()
             if self._closing:
                 raise ConnectorClosed(f"the connector was closed while get waited for the sender {endpoint.address}")
-            if dialect.refusal is not None:
+            refusal = dialect.refusal
+            if refusal is not None:
                 await trio.lowlevel.checkpoint()
-                raise dialect.refusal
+                raise refusal  # although it may be over by now: the next call finds that
             if dialect is upstream.dialect:
                 return upstream
 
