@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from functools import lru_cache
 from typing import Any, Protocol
@@ -99,16 +100,18 @@ _DEFAULT = 4
 
 @lru_cache(maxsize=1)
 def _copy_call() -> Any:
-    """The driver's copy on a stream, of the library that torch has loaded; None where it is not to be had."""
-    version = torch.version.cuda
+    """The runtime's copy on a stream; None where it is not to be had.
+
+    Only of the library that torch has loaded: another copy of it, which a system may have as well, knows nothing of
+    torch's streams. That of ROCm has no name that would tell the two apart.
+    """
+    if torch.version.cuda is None:
+        return None
+    name = f"libcudart.so.{torch.version.cuda.partition('.')[0]}"
     try:
-        if torch.version.hip is not None:
-            return ctypes.CDLL("libamdhip64.so").hipMemcpyAsync
-        if version is not None:
-            return ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}").cudaMemcpyAsync
+        return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).cudaMemcpyAsync
     except (OSError, AttributeError):
-        pass
-    return None
+        return None
 
 
 def copy_bytes(target: int, source: int, size: int, stream: torch.cuda.Stream) -> bool:
