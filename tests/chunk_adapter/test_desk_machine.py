@@ -328,4 +328,4 @@ class DeskMachine(RuleBasedStateMachine):
 
 
 TestDesk = pytest.mark.filterwarnings("ignore")(DeskMachine.TestCase)
-TestDesk.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestDesk.settings = settings(stateful_step_count=50)
