@@ -35,6 +35,7 @@ from trio_mori import (
     open_connector,
 )
 from trio_mori._engines import _copies, _shm
+from trio_mori._reception import NativePeer
 
 from . import payloads, plants
 
@@ -86,6 +87,7 @@ class _Stage:
         self._put_up_to: dict[int, int] = dict(spec.first)
         self._streams = trio.CancelScope()
         self._stopping = False
+        self._idle = trio.Event()  # set when the work of all streams has ended
         self.closing = trio.Event()
 
     # --- the work -----------------------------------------------------------------------------------------
@@ -95,10 +97,12 @@ class _Stage:
         self._nursery.start_soon(self._work, dict(self._spec.first))
 
     async def _work(self, first: dict[int, int]) -> None:
+        self._idle = idle = trio.Event()
         with trio.CancelScope() as self._streams:
             async with trio.open_nursery() as nursery:
                 for stream, number in first.items():
                     nursery.start_soon(self._produce if self._spec.place == 0 else self._consume, stream, number)
+        idle.set()
 
     async def _produce(self, stream: int, number: int) -> None:
         spec = self._spec
@@ -201,6 +205,7 @@ class _Stage:
     async def _do_rewind(self, first: dict[int, int]) -> None:
         """What was put from here on was lost behind us: put it again."""
         self._streams.cancel()
+        await self._idle.wait()  # a copy in a thread cannot be cancelled, and its payload is put
         for stream, number in first.items():
             for each in range(number, self._put_up_to[stream]):
                 await self._connector.cleanup(_key(stream, each))
@@ -239,14 +244,27 @@ def _open_matters(connector: Connector) -> Iterator[str]:
     """What is not over, for whoever has to find out why."""
     for upstream in connector._receiver.upstreams.values():
         channel = upstream.channel
-        yield f"channel: up {channel.up}, generation {channel.generation}, refusal {upstream.refusal!r}"
+        yield (
+            f"channel: up {channel.up}, generation {channel.generation}, sequence {channel.sequence}, "
+            f"refusal {upstream.refusal!r}, local {upstream._local is not None}, reachable {upstream._reachable}, "
+            f"last heard {trio.current_time() - upstream._last_heard:.1f} s ago, said {len(channel.outgoing)}"
+        )
+        for link in filter(None, (upstream._local, upstream._remote)):
+            yield f"{link.address}: {link.statistics()}"
         for interest in channel.interests.values():
             extent = interest.extent and interest.extent.size
             yield f"{interest.id} {interest.key}: {interest.state.name}, round {interest.round}, room {extent}"
     if connector._sender is not None:
         book = connector._sender.book
         for session in book.sessions.values():
-            yield f"session: connected {session.connected}, generation {session.generation}, floor {session.floor}"
+            yield (
+                f"session: connected {session.connected}, generation {session.generation}, floor {session.floor}, "
+                f"sequence {session.sequence}, unsaid {len(session.outgoing)}, "
+                f"heard {trio.current_time() - session.last_heard:.1f} s ago"
+            )
+            peer = session.handle
+            if isinstance(peer, NativePeer):
+                yield f"by {peer.link.address}, composing {peer.composing}: {peer.link.statistics()}"
             for fetch in session.fetches.values():
                 yield f"{fetch.id} {fetch.key}: {fetch.state.name}, round {fetch.round}, {fetch.failure}, {fetch.lost}"
         yield f"told to whoever asks next: {list(book.shelf._tombstones)[-10:]}"
