@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
-from rig import filled, open_pair, wait_until
+from rig import FAST, SOON, filled, open_pair, wait_until
 
-from trio_mori import Connector
+from trio_mori import Connector, PeerLost
 from trio_mori._unix import UnixListener
 from trio_mori._upstream import Upstream
 
@@ -63,3 +64,17 @@ async def test_gets_that_wait_survive_the_way_there_and_back() -> None:
         await wait_until(lambda: upstream_of(pair.receiver)._local is None and upstream_of(pair.receiver).channel.up)
         for number in range(10, 20):
             await pair.put(f"k{number}", filled(100))
+
+
+async def test_a_silent_sender_is_lost_for_each_get_also_where_only_this_link_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_pair(receiver=FAST) as pair:
+        await pair.assert_whole()
+        await wait_until(lambda: is_local(pair.receiver))
+        assert pair.sender._sender is not None
+        upstream_of(pair.receiver)._remote = None
+        monkeypatch.setattr(pair.sender._sender.reception, "_on_arrival", lambda *_: None)
+        for _ in range(2):
+            with pytest.raises(PeerLost), trio.fail_after(SOON):
+                await pair.get("k")

@@ -452,4 +452,4 @@ class Upstream:
             channel.lost_since = inf
             # One that is connected and says nothing is stopped or stuck: whoever asks it from now on is told in that
             # time, too. One that is not connected may come up at any time, as before the first connection.
-            self._last_heard = now if self._remote is not None else inf
+            self._last_heard = now if self._reachable else inf
