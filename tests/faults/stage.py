@@ -206,6 +206,7 @@ class _Stage:
         """What was put from here on was lost behind us: put it again."""
         self._streams.cancel()
         await self._idle.wait()  # a copy in a thread cannot be cancelled, and its payload is put
+        self._skipped = {(stream, number) for stream, number in self._skipped if number < first[stream]}
         for stream, number in first.items():
             for each in range(number, self._put_up_to[stream]):
                 await self._connector.cleanup(_key(stream, each))
