@@ -31,6 +31,9 @@ TERMINAL_GRACE = 2.0
 # Characters of the reason that a receiver is told. It has to travel in a header of 32 KiB, and into a log line.
 MAX_REASON = 1000
 
+# The reason of a stream whose block was cancelled.
+_CANCELLED = "cancelled"
+
 # Numbers of the streams that this process sends, rising. A receiver compares them within one life of the sender.
 _numbers = count()
 
@@ -166,7 +169,10 @@ class ChunkSender:
         with trio.move_on_after(TERMINAL_GRACE, shield=True) as scope:
             await self._put(mark, content)
         if scope.cancelled_caught:
-            _logger.warning(
+            # Who cancels a stream has a reason, and says it: this would only stand in front of it.
+            level = logging.INFO if content == _CANCELLED else logging.WARNING
+            _logger.log(
+                level,
                 "the stream of %r ended with no room for its last chunk within %g s (%s): the receiver is told only "
                 "that no more comes; let receivers read, or raise memory_pool_size",
                 self._request_id,
@@ -184,7 +190,7 @@ class ChunkSender:
 def _reason(error: BaseException) -> str:
     """What a receiver is told of an error, in a length and an alphabet that can travel."""
     if isinstance(error, trio.Cancelled):
-        return "cancelled"
+        return _CANCELLED
     reason = type(error).__name__
     try:
         reason = f"{reason}: {error}"
