@@ -134,7 +134,7 @@ class ManagedBuffer:
         """
         claim = self._require_claim()
         if self._size == 0:
-            return torch.empty(0, dtype=torch.uint8, device=self.device)
+            return self._region.tensor.new_empty(0)
         owner = None if self._owner is None else self._owner()
         if owner is None:
             owner = self._make_owner(claim)
