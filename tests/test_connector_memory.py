@@ -85,7 +85,7 @@ async def test_a_get_cancelled_while_its_write_fails_leaves_nothing_behind() -> 
 
 
 async def test_gets_that_were_cancelled_a_moment_ago_refuse_no_other() -> None:
-    # A moment is two heartbeats, of which none comes here; and nobody knows of a peer that just goes over to another link.
+    # A moment is two heartbeats, of which none comes here. A peer that is just changing its link would not count as up.
     receiver = {
         "quarantine_fraction": 0.25,
         "heartbeat_interval": 60,
