@@ -84,6 +84,8 @@ async def test_a_peer_that_dies_before_the_first_write_is_refused() -> None:
 
 async def test_a_restarted_peer_is_a_new_one_and_gets_the_bytes() -> None:
     with trio.fail_after(60):
+        # Engines that were left to a copy without an end, by tests before this one, keep their peers mapped.
+        kept = 0 if moriemu is None else moriemu.stats()["live_ipc_maps"]
         async with open_xgmi(SIZE) as engine:
             engine.region.tensor.fill_(5)
             for _ in range(2):
@@ -92,7 +94,8 @@ async def test_a_restarted_peer_is_a_new_one_and_gets_the_bytes() -> None:
                     await engine.write(peer, Write(0, 1000, 100))
                     assert await other.get(1000, 100) == bytes([5]) * 100
                     engine.drop_peer(peer)
-                    assert moriemu is None or moriemu.stats()["live_ipc_maps"] == 0, "the last one's pool stays mapped"
+                    if moriemu is not None:
+                        assert moriemu.stats()["live_ipc_maps"] <= kept, "the last one's pool stays mapped"
 
 
 @emulated
