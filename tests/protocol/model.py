@@ -234,8 +234,7 @@ def _check_nobody_is_stuck(world: World) -> None:
             offered = other.channel.interests[holder.id]
             assert offered.state is State.OFFERED
             ghosts = [e for extents in other.channel.ghosts.values() for e in extents]
-            # Posted destinations are called back when one finds no room, but not those that were posted after that.
-            doubtful = {i.extent for i in other.interests(State.RETURNING, State.POSTED)}.union(ghosts)
+            doubtful = {i.extent for i in other.interests(State.RETURNING)}.union(ghosts)
             assert other.pool.live, "a payload waits for room, and all of it is free"
             assert set(other.pool) <= doubtful, "a payload waits for room that nobody has"
 

@@ -403,6 +403,32 @@ def test_what_a_sender_offered_and_forgot_with_our_session_is_asked_for_again_wh
     assert desk.said() == [wire.Fetch(interest.id, KEY, 1, 0, 0)]
 
 
+@pytest.mark.parametrize("round", [1, 2])
+def test_a_destination_whose_offer_was_retracted_comes_back_and_its_key_stays_asked_for(round: int) -> None:
+    desk = ReceiverDesk(units=8, prepost=0)
+    interest, big = desk.get(), desk.get("big@0_1")
+    desk.hear(wire.Ready(interest.id, 1, UNIT), wire.Ready(big.id, 1, 8 * UNIT))
+    old, destination = interest.id, interest.extent
+    desk.said()
+    desk.hear(wire.Retracted(old, round))
+    assert desk.said() == [wire.Cancel([old]), wire.Fetch(interest.id, KEY, 0, 0, 0)]
+    assert destination in desk.book.live_extents(), "the sender may write to it until it has confirmed"
+    desk.hear(wire.Closed([old]))
+    assert desk.said() == [fetch_of(big)]
+    assert fetch_of(big).capacity == 8 * UNIT
+
+
+def test_a_retraction_means_nothing_to_a_newer_round_nor_to_what_has_no_destination_or_has_come() -> None:
+    desk = ReceiverDesk(units=8, prepost=0)
+    newer, bare, here = desk.get(), desk.get(), desk.get()
+    desk.hear(wire.Ready(newer.id, 2, UNIT), wire.Ready(here.id, 1, UNIT), wire.Done(here.id, 1, 100, b"h"))
+    desk.said()
+    desk.hear(*(wire.Retracted(each.id, 1) for each in (newer, bare, here)), wire.Retracted(99, 1))
+    assert not desk.said()
+    assert newer.extent is not None
+    assert here.state is State.ARRIVED
+
+
 # --- room that is kept for what may come ------------------------------------------------------------------
 
 

@@ -109,6 +109,36 @@ def test_a_copy_of_a_fetch_is_answered_with_what_was_said_and_starts_nothing(sta
     assert not desk.book.starting
 
 
+def test_a_destination_that_comes_for_an_offer_that_is_over_is_said_to_be_kept_in_vain_until_it_is_given_up() -> None:
+    desk = SenderDesk()
+    slow, other = desk.meet(b"A"), desk.meet(b"B")
+    desk.put()
+    desk.fetch(slow, 1, room=0)
+    assert desk.said(slow) == [wire.Ready(1, 1, 100)]
+    desk.fetch(other, 1)
+    desk.now += 20
+    desk.beat(other, 1, 1, open=[1])
+    desk.wait(10)
+    desk.written()
+    desk.hear(other, wire.Ack([1]))
+    desk.said(slow)
+    desk.fetch(slow, 1, round=1)
+    assert desk.said(slow) == [wire.Retracted(1, 1)]
+    desk.beat(slow, 1, 1, open=[1])
+    assert desk.said(slow) == [wire.Retracted(1, 1), wire.Pulse(1, [])], "the first may have been lost"
+    desk.hear(slow, wire.Cancel([1]))
+    assert desk.said(slow) == [wire.Closed([1])]
+
+
+def test_a_destination_ahead_of_the_data_is_never_in_vain() -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    desk.fetch(session, 1)
+    desk.fetch(session, 1)
+    desk.beat(session, 1, 1, open=[1])
+    assert desk.said(session) == [wire.Pulse(1, [])]
+
+
 def test_an_id_that_is_over_never_starts_again() -> None:
     desk = SenderDesk()
     session = desk.meet()

@@ -37,6 +37,7 @@ TO_RECEIVER = [
     wire.Closed([1]),
     wire.Pulse(1, [2]),
     wire.Leaving([3]),
+    wire.Retracted(1, 2),
 ]
 FROM_RECEIVER = [
     wire.Hello(1, 1, SESSION, 1, 5.0, OFFERS, DEPLOYMENT),

@@ -383,6 +383,8 @@ class Inbox:
                 interest = channel.interests.get(fetch_id)
                 if interest is not None and interest.state in (State.POSTED, State.OFFERED):
                     self._ask(interest)
+        elif isinstance(message, wire.Retracted):
+            self._on_retracted(channel, message)
         elif isinstance(message, wire.Leaving):
             self._lose(channel, frozenset(message.unsettled), now)
 
@@ -433,6 +435,14 @@ class Inbox:
             self._fail(interest, TOO_BIG, str(error))
             self._return(interest)
         self.find_room()
+
+    def _on_retracted(self, channel: Channel, message: wire.Retracted) -> None:
+        interest = channel.interests.get(message.id)
+        if interest is None or interest.state is not State.POSTED or message.round < interest.round:
+            return
+        # Nothing counts this destination against those ahead of the data, and it may lie in the way of a payload.
+        if interest.extent is not None and len(channel.interests) <= wire.MAX_OPEN:  # else at the next heartbeat
+            self._ask_anew(interest)
 
     def _on_failed(self, channel: Channel, message: wire.Failed) -> None:
         interest = channel.interests.get(message.id)

@@ -383,6 +383,8 @@ class Outbox:
             self._say(fetch.session, fetch.failure)
         elif fetch.state is Want.WAITING:
             self._look_for(fetch)
+            if fetch.state is Want.WAITING and fetch.round:  # else its destination is ahead of the data, if it has one
+                self._say(fetch.session, wire.Retracted(fetch.id, fetch.round))
         elif fetch.state is Want.LAPSED:
             # Its `Done` was lost, or is still on its way: only a new round may be written to.
             fetch.round, fetch.capacity = fetch.round + 1, 0

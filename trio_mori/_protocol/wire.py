@@ -173,7 +173,16 @@ UNREACHABLE = 4  # the sender cannot write into the receiver's pool
 LIMIT = 5  # more fetches than the sender allows one peer
 
 ToSender = Fetch | Cancel | Ack | Heartbeat | Bye
-ToReceiver = Done | Ready | Failed | Closed | Pulse | Leaving
+
+
+class Retracted(Message, frozen=True, tag=22):
+    """What was offered up to this round went elsewhere, and a destination that was placed for it is kept in vain."""
+
+    id: Uint
+    round: Uint
+
+
+ToReceiver = Done | Ready | Failed | Closed | Pulse | Leaving | Retracted
 
 # --- bodies -----------------------------------------------------------------------------------------------
 
