@@ -85,13 +85,8 @@ async def test_a_get_cancelled_while_its_write_fails_leaves_nothing_behind() -> 
 
 
 async def test_gets_that_were_cancelled_a_moment_ago_refuse_no_other() -> None:
-    # A moment is two heartbeats, of which none comes here. A peer that is just changing its link would not count as up.
-    receiver = {
-        "quarantine_fraction": 0.25,
-        "heartbeat_interval": 60,
-        "peer_timeout": 200,
-        "same_host_link": "off",
-    }
+    # A moment is two heartbeats, of which none comes here.
+    receiver = {"quarantine_fraction": 0.25, "heartbeat_interval": 60, "peer_timeout": 200}
     async with open_pair(receiver=receiver) as pair, trio.open_nursery() as nursery:
         outcome = await pair.hold_one(nursery, "k", filled(POOL // 4))
         outcome.scope.cancel()

@@ -430,9 +430,8 @@ class Upstream:
         around, channel = self._around, self.channel
         if self._remote is not None:
             self._remote.recheck()
-        if channel.up:
-            around.book.heartbeat(channel)
-        elif self._reachable and self.stock is None:
+        around.book.heartbeat(channel)  # which counts it also if nothing can be said
+        if not channel.up and self._reachable and self.stock is None:
             self._say_hello(channel.generation)  # the first one, or its answer, was lost
         silent = now - min(channel.lost_since, self._last_heard)
         limit = around.config.peer_timeout

@@ -266,6 +266,20 @@ def test_when_too_much_is_held_back_nothing_more_is_asked_for(why: str) -> None:
     desk.get()
 
 
+def test_what_was_given_back_a_moment_ago_refuses_nothing_either_while_the_link_is_changed() -> None:
+    desk = ReceiverDesk(quarantine=16)
+    interest = desk.get()
+    desk.book.give_back(interest)
+    desk.book.disconnected(desk.channel, desk.now)
+    desk.book.check_quarantine(KEY)
+    desk.book.heartbeat(desk.channel)
+    desk.book.check_quarantine(KEY)
+    desk.book.heartbeat(desk.channel)
+    assert not desk.channel.outgoing
+    with pytest.raises(NoRoom, match="quarantine_fraction"):
+        desk.book.check_quarantine(KEY)
+
+
 def test_memory_that_a_stock_sender_was_told_is_its_own_until_it_answers() -> None:
     desk = ReceiverDesk()
     first, second, third = (desk.occupy(1) for _ in range(3))

@@ -77,9 +77,8 @@ class Receiver:
         self.connection.up.append(wire.encode(hello))
 
     def beat(self) -> None:
-        if self.channel.up:
-            self.book.heartbeat(self.channel)
-        else:
+        self.book.heartbeat(self.channel)
+        if not self.channel.up:
             self.hello()
 
     def connect(self) -> None:

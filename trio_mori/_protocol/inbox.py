@@ -343,8 +343,10 @@ class Inbox:
         self.find_room()
 
     def heartbeat(self, channel: Channel) -> None:
-        """Say that we live, and which interests are not over."""
+        """Say that we live, and which interests are not over. While the channel is not up, only time is counted."""
         channel.sequence += 1
+        if not channel.up:
+            return
         lists: dict[State, list[int]] = {state: [] for state in State}
         for interest in channel.interests.values():
             lists[interest.state].append(interest.id)
@@ -605,8 +607,8 @@ class Inbox:
     def held_back(self) -> int:
         """Of the bytes in quarantine those that do not seem to come back soon.
 
-        A sender that lives answers a cancel within a round trip, and what was cancelled a moment ago is no reason to
-        refuse anything. Two heartbeats later it is.
+        A sender that lives answers a cancel within a round trip, or when its link is back, and what was cancelled a
+        moment ago is no reason to refuse anything. Two heartbeats later it is.
         """
         return self.quarantined - self._coming_back
 
@@ -614,9 +616,7 @@ class Inbox:
     def _coming_back(self) -> int:
         """The other bytes in quarantine."""
         return sum(
-            i.extent.size
-            for i in self._returning
-            if i.extent is not None and i.channel.up and i.channel.sequence <= i.returned + 1
+            i.extent.size for i in self._returning if i.extent is not None and i.channel.sequence <= i.returned + 1
         )
 
     @property
