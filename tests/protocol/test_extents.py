@@ -201,6 +201,23 @@ def test_what_waits_gets_its_place_although_both_shares_go_on_taking_what_they_c
 
 
 @pytest.mark.deterministic
+def test_what_is_guaranteed_is_given_also_while_a_claim_of_its_share_waits_for_the_other_one() -> None:
+    extents = Extents(16 * UNIT, guarantees={INBOUND: 4 * UNIT, OUTBOUND: 4 * UNIT})
+    obstacle = extents.allocate(8 * UNIT, OUTBOUND)
+    claim = extents.claim(12 * UNIT, INBOUND)
+    first = extents.try_allocate(3 * UNIT, INBOUND)
+    assert first is not None
+    assert extents.try_allocate(2 * UNIT, INBOUND) is None, "that would be more than is guaranteed"
+    second = extents.try_allocate(UNIT, INBOUND)
+    assert second is not None
+    extents.free(second)
+    extents.free(obstacle)
+    assert extents.try_allocate(UNIT, INBOUND) is None, "from here on the claim waits for its own share only"
+    extents.free(first)
+    assert extents.try_allocate(12 * UNIT, INBOUND, claim) is not None
+
+
+@pytest.mark.deterministic
 def test_of_two_that_need_the_same_place_the_later_one_gets_its_own_when_the_first_has_left() -> None:
     extents = Extents(16 * UNIT)
     held = extents.allocate(16 * UNIT, INBOUND)
@@ -369,8 +386,22 @@ class AgainstBytes(RuleBasedStateMachine):
         return order[: self.UNITS - self.guaranteed(OTHER[share])]
 
     def place_for(self, share: str, needed: int, claim: Claim | None) -> int | None:
-        """Of the smallest run of free units the first that no other claim is in the way of; its offset."""
-        claims = [c for c in self.claims if c is not claim and c.span is not None]
+        """Where a request is put: what is guaranteed also where a claim waits for the other share."""
+        others = [c for c in self.claims if c is not claim]
+        place = self.place_beside(others, share, needed)
+        if place is None and others and needed <= self.unmet(share):
+            place = self.place_beside([c for c in others if not self.obstructed(c, share)], share, needed)
+        return place
+
+    def obstructed(self, claim: Claim, share: str) -> bool:
+        """Whether a claim of this share waits for the other one."""
+        if claim.share != share or claim.span is None:
+            return False
+        span = self.units[claim.span.start // self.ALIGNMENT : claim.span.end // self.ALIGNMENT]
+        return any(owner is not None and owner.share != share for owner in span)
+
+    def place_beside(self, claims: Sequence[Claim], share: str, needed: int) -> int | None:
+        """Of the smallest run of free units the first that no claim is in the way of; its offset."""
         taken = [c.span for c in claims if c.span is not None]
         for length, start in sorted(self.runs(self.seen_by(share, self.units))):
             for at in range(start, start + length - needed + 1):

@@ -43,11 +43,13 @@ class Claim:
 
     Attributes:
         span: The place; None while earlier claims leave none.
+        obstacle: An extent of the other share that lay there when this was looked at last.
     """
 
     size: int
     share: str
     span: Span | None = None
+    obstacle: Extent | None = None
 
 
 class Extents:
@@ -65,6 +67,9 @@ class Extents:
     **Claims.** Whoever waits claims a place, and nothing but what it waits for is put there. So all that passes
     `check_limit` finds room when what lies there now has been freed, however much else comes and goes. Claims do not
     overlap: one that finds no place waits until an earlier one has been dropped, and so do those behind it.
+    While an extent of the other share lies in a claim's place, what is guaranteed to its own share is given there all
+    the same: nobody has to wait for the other direction behind somebody who does. That ends when the obstacle has left,
+    since no other one is put there, so that whoever claims waits for what is there then and for nothing else.
 
     Attributes:
         on_free: Called after every `free` and `drop_claim`, when the books agree again; may allocate. Set by the pool.
@@ -261,6 +266,9 @@ class Extents:
         if rounded > self._free - self._unmet(_OTHER[share]):
             return None
         offset = self._blocks.take(rounded, share, self._claimed(besides=claim) if self._claims else ())
+        if offset is None and self._claims and rounded <= self._unmet(share):
+            held = [c.span for c in self._claims if c is not claim and c.span and not self._is_obstructed(c, share)]
+            offset = self._blocks.take(rounded, share, held)
         return None if offset is None else self._enter(Extent(offset, rounded, share))
 
     def _unmet(self, share: str) -> int:
@@ -311,6 +319,19 @@ class Extents:
 
     def _claimed(self, besides: Claim | None = None) -> list[Span]:
         return [claim.span for claim in self._claims if claim is not besides and claim.span is not None]
+
+    def _is_obstructed(self, claim: Claim, share: str) -> bool:
+        """Whether a claim of this share has to wait for an extent of the other one.
+
+        O(1) while the one that was found before is there, else O(n).
+        """
+        span, obstacle = claim.span, claim.obstacle
+        if claim.share != share or span is None:
+            return False
+        if obstacle is None or self._live.get(obstacle.offset) is not obstacle:
+            obstacles = (e for e in self if e.share != share and e.offset < span.end and span.start < e.end)
+            claim.obstacle = next(obstacles, None)
+        return claim.obstacle is not None
 
     def _seat_claims(self) -> None:
         for claim in self._claims:

@@ -20,6 +20,7 @@ else becomes of an interest, it is listed in each heartbeat until the sender has
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf
 
 import attrs
@@ -510,7 +511,7 @@ class Inbox:
 
         What comes back anyway counts. If the room that they leave does not do, the next look for room calls for more.
         """
-        missing = size - self._coming_back
+        missing = size - sum(extent.size for channel, extent in self._coming_back() if channel.up)
         chosen: list[Interest] = []
         for interest in reversed(self._ahead):
             if missing <= 0:
@@ -610,14 +611,13 @@ class Inbox:
         A sender that lives answers a cancel within a round trip, or when its link is back, and what was cancelled a
         moment ago is no reason to refuse anything. Two heartbeats later it is.
         """
-        return self.quarantined - self._coming_back
+        return self.quarantined - sum(e.size for _, e in self._coming_back())
 
-    @property
-    def _coming_back(self) -> int:
-        """The other bytes in quarantine."""
-        return sum(
-            i.extent.size for i in self._returning if i.extent is not None and i.channel.sequence <= i.returned + 1
-        )
+    def _coming_back(self) -> Iterator[tuple[Channel, Extent]]:
+        """What else is in quarantine, and whose it is."""
+        for interest in self._returning:
+            if interest.extent is not None and interest.channel.sequence <= interest.returned + 1:
+                yield interest.channel, interest.extent
 
     @property
     def quarantined(self) -> int:

@@ -18,9 +18,9 @@ T = TypeVar("T")
 class Line(Generic[T]):
     """Requests of one share that wait for room.
 
-    Whoever is first claims a place: nobody else is put there, so that it is free when those that lie there now have
-    left. Beside it others are served as they fit, in order. So a large request is not starved by small ones, and a
-    small one does not stand still because a large one waits for something that is held for long.
+    Whoever is first claims a place, which is free when those that lie there now have left; see `Extents` for who else
+    may be put there. Beside it others are served as they fit, in order. So a large request is not starved by small
+    ones, and a small one does not stand still because a large one waits for something that is held for long.
 
     Attributes:
         waiting: Who waits, in order, and for how many bytes. To be looked at.
