@@ -21,6 +21,7 @@ from trio_mori.abc import Descriptor, Write
 
 SIZE = 64 << 10
 POOL = 64 << 20
+ROUNDS = 20
 WRITES = 500
 
 
@@ -40,7 +41,7 @@ async def own() -> None:
         await trio.to_thread.run_sync(sys.stdin.read)
 
 
-async def compare(descriptor: Descriptor, rounds: int) -> None:
+async def compare(descriptor: Descriptor, limit: float | None) -> None:
     mori = load()
     async with open_engine("xgmi", pool_size=POOL, device="cuda:0") as engine:
         engine.region.tensor.zero_()
@@ -53,7 +54,7 @@ async def compare(descriptor: Descriptor, rounds: int) -> None:
         offsets = [index * SIZE % POOL for index in range(WRITES)]
         ours: list[float] = []
         theirs: list[float] = []
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for at in offsets:
                 began = time.perf_counter()
                 status = bare.batch_write([local], [[at]], [remote], [[at]], [[SIZE]], [bare.allocate_transfer_uid()])
@@ -69,12 +70,15 @@ async def compare(descriptor: Descriptor, rounds: int) -> None:
     for name, times in (("bare batch_write + Wait", theirs), ("Engine.write", ours)):
         p99 = statistics.quantiles(times, n=100)[98]
         print(f"{name:24} p50 {1e6 * statistics.median(times):7.1f} us   p99 {1e6 * p99:7.1f} us")
-    print(f"ratio {statistics.median(ours) / statistics.median(theirs):.2f}")
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    print(f"ratio {ratio:.2f}")
+    if limit is not None and ratio > limit:
+        sys.exit(f"more than {limit}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help=f"of {WRITES} writes each (20)")
+    parser.add_argument("--limit", type=float, help="exit with an error if the ratio is above this")
     parser.add_argument("--own", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     emulate()
@@ -85,7 +89,7 @@ def main() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         descriptor = Descriptor(*map(bytes.fromhex, other.stdout.readline().split()))
-        trio.run(compare, descriptor, arguments.rounds)
+        trio.run(compare, descriptor, arguments.limit)
         other.communicate()
 
 

@@ -1,8 +1,7 @@
-"""The benchmark of what `Engine.write` adds to Mori runs. Its figures are for whoever runs it on a quiet machine."""
+"""What `Engine.write` may add to what Mori takes by itself."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,17 @@ pytestmark = pytest.mark.mori
 
 SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "mori_overhead.py"
 
+# It is 1.35 on two idle cores. What else runs may hit one of the two that are compared, but not in three runs.
+LIMIT = "1.5"
 
-def test_the_benchmark_tells_what_a_write_takes_here_and_in_bare_mori() -> None:
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), "--rounds", "2"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    lines = re.findall(r"^(.+?) +p50 +([\d.]+) us", run.stdout, re.MULTILINE)
-    assert [name for name, _ in lines] == ["bare batch_write + Wait", "Engine.write"]
-    assert all(float(took) > 0 for _, took in lines)
-    assert re.search(r"^ratio \d+\.\d+$", run.stdout, re.MULTILINE)
+
+def test_a_write_of_64_kib_takes_at_most_half_as_long_again_as_in_bare_mori() -> None:
+    printed = []
+    for _ in range(3):
+        run = subprocess.run(
+            [sys.executable, str(SCRIPT), "--limit", LIMIT], capture_output=True, text=True, timeout=60, check=False
+        )
+        printed += [run.stdout, run.stderr]
+        if run.returncode == 0:
+            return
+    raise AssertionError("\n".join(printed))
