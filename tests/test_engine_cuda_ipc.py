@@ -43,7 +43,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> FakeGpus:
 def target_of(peer: EnginePeer) -> torch.Tensor:
     """The pool of a peer in this process."""
     assert isinstance(peer, CudaPeer)
-    return _cuda_ipc._live[peer.owner.nonce].region.tensor
+    return _cuda_ipc._siblings.find(peer.owner.nonce, peer.descriptor, peer.identity).region.tensor
 
 
 @pytest.mark.parametrize("check", EVERY_ENGINE_CHECK)

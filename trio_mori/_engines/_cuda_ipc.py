@@ -24,6 +24,7 @@ from ._cuda_peer import CudaPeer, Track
 from ._fence import Fence
 from ._immortal import keep_for_ever
 from ._process import open_process, this_process
+from ._siblings import Siblings
 
 logger = logging.getLogger("trio_mori.engine")
 
@@ -31,7 +32,7 @@ logger = logging.getLogger("trio_mori.engine")
 TRACKS = 4
 
 # The engines of this process by nonce, for peers in the same process: it cannot map its own memory.
-_live: dict[bytes, CudaIpcEngine] = {}
+_siblings: Siblings[CudaIpcEngine] = Siblings()
 
 
 class _State(enum.Enum):
@@ -58,7 +59,7 @@ async def open_cuda_ipc(*, pool_size: int, device: str, options: Mapping[str, ob
         stack.callback(engine._end)
         async with open_service(drain=engine._drain, drain_timeout=inf) as service:
             engine._service = service
-            _live[engine._owner.nonce] = engine
+            _siblings.add(engine._owner.nonce, engine)
             logger.info("cuda_ipc pool of %d bytes on %s open as %s", pool_size, engine.region.device, engine.identity)
             yield engine
         logger.info("cuda_ipc pool of %s closed", engine.identity)
@@ -154,7 +155,8 @@ class CudaIpcEngine(Engine):
                 f"{peer.identity} runs on another machine: cuda_ipc moves bytes within one; use rdma between machines"
             )
         if theirs.process == ours.process:
-            return Fence(_live_engine(peer)._dup_fence())
+            sibling = _siblings.find(theirs.nonce, peer.descriptor, peer.identity)
+            return Fence(_siblings.dup_fence(theirs.nonce, sibling._fence, sibling.identity))
         if theirs.namespace != ours.namespace:
             raise DescriptorRefused(
                 f"{peer.identity} runs in another pid namespace, where it cannot be known by anything but its word: "
@@ -272,7 +274,7 @@ class CudaIpcEngine(Engine):
         async with peer.opening:
             if peer.pool is None and peer.owner.process == self._owner.process:
                 try:
-                    peer.pool = _live_engine(peer)._region.tensor
+                    peer.pool = _siblings.find(peer.owner.nonce, peer.descriptor, peer.identity)._region.tensor
                 except DescriptorRefused as error:
                     raise TransferFailed(f"write to {peer.identity} refused: {error}") from error
             elif peer.pool is None:
@@ -315,7 +317,7 @@ class CudaIpcEngine(Engine):
     async def _drain(self) -> None:
         if self._state is _State.OPEN:
             self._state = _State.CLOSED
-        _live.pop(self._owner.nonce, None)
+        _siblings.remove(self._owner.nonce)
         await self._wait_quiet()
         for peer in tuple(self._peers.values()):
             self.drop_peer(peer)
@@ -326,7 +328,7 @@ class CudaIpcEngine(Engine):
             await self._progress.park()
 
     def _end(self) -> None:
-        _live.pop(self._owner.nonce, None)
+        _siblings.remove(self._owner.nonce)
         if self._state is _State.OPEN:
             self.abandon()  # the service has failed, and with it whoever unmaps
         for peer in tuple(self._peers.values()):
@@ -336,20 +338,3 @@ class CudaIpcEngine(Engine):
             os.close(self._unfenced)
         os.close(self._fence)
         os.close(self._memfd)
-
-    def _dup_fence(self) -> int:
-        try:
-            fence = os.dup(self._fence)
-        except OSError as error:
-            raise DescriptorRefused(f"{self.identity} cannot be watched: {error}") from error
-        if self._owner.nonce not in _live:
-            os.close(fence)  # closed meanwhile, in another thread's trio: that number may mean another file by now
-            raise DescriptorRefused(f"{self.identity} was closed")
-        return fence
-
-
-def _live_engine(peer: CudaPeer) -> CudaIpcEngine:
-    engine = _live.get(peer.owner.nonce)
-    if engine is None or engine.descriptor != peer.descriptor:
-        raise DescriptorRefused(f"{peer.identity}: no engine of this process has this descriptor, or it was closed")
-    return engine

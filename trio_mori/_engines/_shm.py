@@ -21,6 +21,7 @@ from ._process import open_process
 from ._share_directory import Sharing, open_sharing
 from ._shm_owner import Memory, Owner, Way, choose_way, decode, describe_self, encode, open_memory
 from ._shm_peer import ShmPeer
+from ._siblings import Siblings
 
 logger = logging.getLogger("trio_mori.engine")
 
@@ -32,7 +33,7 @@ INLINE = 1 << 20
 COPY_THREADS = 4
 
 # The engines of this process by nonce, for peers in the same process.
-_live: dict[bytes, ShmEngine] = {}
+_siblings: Siblings[ShmEngine] = Siblings()
 
 
 class _State(enum.Enum):
@@ -71,7 +72,7 @@ async def open_shm(*, pool_size: int, device: str, options: Mapping[str, object]
                 open_sharing(options["share_directory"], name=owner.socket_name, memory=fd)
             )
         engine = ShmEngine(pool, descriptor, owner, sharing, *os.pipe())
-        _live[owner.nonce] = engine
+        _siblings.add(owner.nonce, engine)
         logger.info("shm pool of %d bytes open as %s", pool_size, owner.identity)
         try:
             yield engine
@@ -139,7 +140,8 @@ class ShmEngine(Engine):
         owner, memory = decode(descriptor)
         peer = ShmPeer(descriptor, owner, memory, choose_way(self._owner, owner))
         if peer.way is Way.OWN_PROCESS:
-            peer.adopt_fence(_live_engine(peer)._dup_fence())
+            sibling = _siblings.find(owner.nonce, descriptor, peer.identity)
+            peer.adopt_fence(_siblings.dup_fence(owner.nonce, sibling._fence, sibling._owner.identity))
         elif peer.way is Way.PROC:
             process = open_process(owner.process, owner.identity)
             try:
@@ -197,7 +199,7 @@ class ShmEngine(Engine):
     async def _close(self) -> None:
         if self._state is _State.OPEN:
             self._state = _State.CLOSED
-        del _live[self._owner.nonce]
+        _siblings.remove(self._owner.nonce)
         with trio.CancelScope(shield=True):  # bounded, since a copy always ends
             await self._copies.wait_none_running()
         for peer in tuple(self._peers.values()):
@@ -240,7 +242,7 @@ class ShmEngine(Engine):
         if peer.buffer is not None:
             return peer.buffer
         if peer.way is Way.OWN_PROCESS:
-            peer.buffer = pool = _live_engine(peer)._pool
+            peer.buffer = pool = _siblings.find(peer.owner.nonce, peer.descriptor, peer.identity)._pool
             return pool
         return peer.map(open_memory(peer.owner, peer.memory, peer.descriptor))
 
@@ -273,23 +275,6 @@ class ShmEngine(Engine):
         else:
             _close(passed.process)
         return passed.memory
-
-    def _dup_fence(self) -> int:
-        try:
-            fence = os.dup(self._fence)
-        except OSError as error:
-            raise DescriptorRefused(f"{self._owner.identity} cannot be watched: {error}") from error
-        if self._owner.nonce not in _live:
-            os.close(fence)  # closed meanwhile, in another thread's trio: that number may mean another file by now
-            raise DescriptorRefused(f"{self._owner.identity} was closed")
-        return fence
-
-
-def _live_engine(peer: ShmPeer) -> ShmEngine:
-    engine = _live.get(peer.owner.nonce)
-    if engine is None or engine.descriptor != peer.descriptor:
-        raise DescriptorRefused(f"{peer.identity}: no engine of this process has this descriptor, or it was closed")
-    return engine
 
 
 def _close(fd: int | None) -> None:
