@@ -12,6 +12,7 @@ from rig import (
     FAST,
     LIMIT,
     UNIT,
+    assert_free,
     filled,
     free_port,
     open_pair,
@@ -212,6 +213,7 @@ async def test_a_receiver_that_is_connected_and_silent_is_told_once(log: Log, cl
     async with open_pair(sender={"acknowledge_timeout": 4}, receiver=rare) as pair:
         await pair.put("k", filled(10))
         await pair.get("k")
+        await assert_free(pair.sender)  # the receiver has said its last
         for _ in range(2):
             clock.jump(5)
             record = await log.one(_events.PEER_LOST)
