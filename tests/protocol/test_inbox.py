@@ -225,11 +225,24 @@ def test_memory_of_a_failed_write_is_held_back_until_its_end_is_known() -> None:
     assert interest.state is State.RETURNING
     assert desk.book.quarantined == desk.book.held()["quarantined"] == FIRST_CAPACITY
     assert desk.beat().returning == [interest.id]
-    desk.hear(wire.Failed(interest.id, wire.TRANSFER_FAILED, "again", True))
+    desk.hear(wire.Failed(interest.id, wire.TRANSFER_FAILED, "why", True))
     assert desk.book.waking == [interest], "it was told"
-    assert desk.book.quarantined == 0
-    desk.hear(wire.Closed([interest.id]))
+    assert desk.said()[-1] == wire.Ack([interest.id])
     assert desk.clean
+    assert not desk.channel.interests
+
+
+def test_who_gave_up_before_it_heard_of_a_failure_says_so_until_the_sender_knows() -> None:
+    desk = ReceiverDesk()
+    interest = desk.get()
+    desk.book.give_back(interest)
+    desk.said()
+    for settled in (False, True):
+        desk.hear(wire.Failed(interest.id, wire.GONE, "why", settled))
+    assert desk.clean
+    assert not desk.said()
+    assert desk.beat().returning == [interest.id], "nobody was told that the payload is gone"
+    desk.hear(wire.Closed([interest.id]))
     assert not desk.channel.interests
 
 

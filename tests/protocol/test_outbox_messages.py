@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from desks import KEY, REGION, UNIT, SenderDesk
 
@@ -375,6 +376,6 @@ def test_a_write_that_fails_after_its_time_is_told_once_and_its_end_too() -> Non
     assert not desk.said(session)
     assert entry.pins == 1
     desk.end(ticket)
-    assert desk.said(session) == [wire.Closed([1])]
+    assert desk.said(session) == [msgspec.structs.replace(failure, settled=True)]
     assert entry.pins == 0
     assert (desk.book.counters.overdue_writes, desk.book.counters.failed_writes) == (1, 1)

@@ -451,9 +451,11 @@ class Inbox:
         interest = channel.interests.get(message.id)
         if interest is None or interest.state in (State.ARRIVED, State.TAKEN):
             return
+        cause = Cause.FAIL if message.settled else Cause.DOUBT
         if interest.state is not State.RETURNING:
             self._fail(interest, message.code, message.detail)
-        cause = Cause.FAIL if message.settled else Cause.DOUBT
+        elif interest.is_told and message.settled:
+            cause = Cause.CONFIRM
         if not message.settled:
             interest.returned = -2
         self._move(interest, cause)

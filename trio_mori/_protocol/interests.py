@@ -117,6 +117,11 @@ class Interest:
         """Whether a caller that waits for it can stop waiting."""
         return self.failure is not None or self.state in (State.ARRIVED, State.OVER)
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the sender has said that it failed before the caller gave it up."""
+        return self.failure is not None and self.failure[0] < PEER_LOST
+
 
 @attrs.define(eq=False)
 class Channel:

@@ -491,9 +491,9 @@ class Outbox:
             self._say(holder.session, wire.Closed([holder.id]))
         elif holder.failure is not None:
             # It was told of the failure while bytes might still move: now they do not. The record stays until the
-            # receiver says that it is over, for it may have heard neither.
+            # receiver says that it is over, for it may have heard neither, or has given up and said so meanwhile.
             holder.failure = msgspec.structs.replace(holder.failure, settled=True)
-            self._say(holder.session, wire.Closed([holder.id]))
+            self._say(holder.session, holder.failure)
         elif entry.phase is Phase.DYING:
             self._fail(holder, wire.GONE, "the sender cleaned it up", settled=True)
         elif error is not None:

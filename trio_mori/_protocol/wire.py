@@ -138,7 +138,7 @@ class Ready(Message, frozen=True, tag=17):
 
 
 class Failed(Message, frozen=True, tag=18):
-    """The fetch is over without data. `settled`: no byte can still arrive in its destination."""
+    """The fetch is over without data. `settled`: no byte can still arrive in its destination; else it is said again."""
 
     id: Uint
     code: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -147,7 +147,7 @@ class Failed(Message, frozen=True, tag=18):
 
 
 class Closed(Message, frozen=True, tag=19):
-    """Answer to `Cancel`, and the end of a write that failed unsettled: the destinations are free."""
+    """Answer to `Cancel`: the destinations are free."""
 
     ids: Ids
 
