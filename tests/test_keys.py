@@ -128,6 +128,22 @@ def test_files_that_are_swapped_are_told_apart(tmp_path: Path) -> None:
     assert "name the .public file" in refusal(secret, curve_allowed_keys=secret)
 
 
+def test_two_secret_keys_are_told_apart_from_none(tmp_path: Path) -> None:
+    secret, _ = write_pair(str(tmp_path / "a"), "a")
+    secret.write_bytes(2 * secret.read_bytes())
+    assert "holds 2 secret keys; leave the one" in refusal(secret)
+
+
+def test_a_directory_is_refused_by_name_and_not_kept_open(tmp_path: Path) -> None:
+    secret, _ = write_pair(str(tmp_path / "a"), "a")
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    before = os.listdir("/proc/self/fd")
+    for message in (refusal(folder), refusal(secret, curve_allowed_keys=folder)):
+        assert f"the file {folder} is no regular file" in message
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_what_is_no_key_file_is_refused_by_its_line(tmp_path: Path) -> None:
     secret, _ = write_pair(str(tmp_path / "a"), "a")
     other = tmp_path / "other"

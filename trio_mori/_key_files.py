@@ -90,7 +90,10 @@ class _File:
         found = self._lines(secret=True)
         keys = [key for kind, key, _name in found if kind == b"secret"]
         if len(keys) != 1:
-            remedy = "it is a file of public keys: name the .secret one" if found else "make one: trio-mori keygen"
+            if keys:
+                remedy = "leave the one that is this side's own"
+            else:
+                remedy = "it is a file of public keys: name the .secret one" if found else "make one: trio-mori keygen"
             raise self.refused(f"holds {len(keys)} secret keys; {remedy}")
         return keys[0]
 
@@ -122,9 +125,12 @@ class _File:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise self.refused(f"cannot be read ({error.strerror}); make it with trio-mori keygen") from error
-        with os.fdopen(fd, "rb") as file:
-            self._check_access(os.fstat(fd), secret=secret)
-            content = file.read(_LONGEST + 1)
+        try:
+            self._check_access(os.fstat(fd), secret=secret)  # before Python opens it as a file: a directory is none
+            with os.fdopen(fd, "rb", closefd=False) as file:
+                content = file.read(_LONGEST + 1)
+        finally:
+            os.close(fd)
         if len(content) > _LONGEST:
             raise self.refused(f"has more than {_LONGEST} bytes; it is no key file")
         return content
