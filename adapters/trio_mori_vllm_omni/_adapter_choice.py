@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,7 @@ KEY = "chunk_adapter"
 IsOurs = Callable[[str, dict[str, Any]], bool]
 
 _TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
 
 
 class Choice:
@@ -61,11 +62,30 @@ class Choice:
 
 
 def is_wanted(extra: dict[str, Any]) -> bool:
-    """Whether a stage is to have ours: its YAML says so, or else the environment."""
-    value = extra.get(KEY)
+    """Whether a stage is to have ours: its YAML says so, or else the environment.
+
+    Raises:
+        ConfigError: the YAML says neither yes nor no.
+    """
+    said = said_in(extra, KEY)
+    return os.environ.get(SWITCH, "").lower() in _TRUE if said is None else said
+
+
+def said_in(extra: Mapping[str, Any], key: str) -> bool | None:
+    """What a connector's `extra` says to a question; None if it says nothing.
+
+    Raises:
+        ConfigError: it is neither yes nor no.
+    """
+    value = extra.get(key)
     if value is None:
-        value = os.environ.get(SWITCH, "")
-    return str(value).lower() in _TRUE
+        return None
+    word = str(value).lower()
+    if word not in (*_TRUE, *_FALSE):
+        from trio_mori import ConfigError
+
+        raise ConfigError(f"{key}: {value!r} is not allowed; give true or false", key=key, value=value)
+    return word in _TRUE
 
 
 def install(is_ours: IsOurs) -> None:

@@ -98,7 +98,8 @@ def construct(extra: dict[str, Any]) -> Any:
 
 def is_replaced(extra: dict[str, Any]) -> bool:
     """Whether the stock name means ours for a connector with this `extra`."""
-    return bool(extra.get(KEY) or (is_switched_on() and KEY not in extra))
+    said = _adapter_choice.said_in(extra, KEY)
+    return is_switched_on() if said is None else said
 
 
 def is_ours(name: str, extra: dict[str, Any]) -> bool:

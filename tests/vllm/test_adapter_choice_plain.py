@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trio_mori_vllm_omni._adapter_choice import Choice
+from trio_mori_vllm_omni._adapter_choice import Choice, is_wanted
+
+from trio_mori import ConfigError
 
 pytestmark = pytest.mark.deterministic
 
@@ -41,3 +43,15 @@ def test_it_can_be_derived_from_and_has_what_the_class_has() -> None:
 
     assert isinstance(Derived(Config), Stock)
     assert Derived.LIMIT == choice.LIMIT == 3
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(True, True), ("On", True), (1, True), (False, False), ("no", False)])
+def test_a_yes_or_a_no_in_the_yaml_wins(value: object, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIO_MORI_CHUNK_ADAPTER", "0" if wanted else "1")
+    assert is_wanted({"chunk_adapter": value}) is wanted
+
+
+@pytest.mark.parametrize("value", ["yess", 2, [True], ""])
+def test_what_is_neither_yes_nor_no_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"chunk_adapter: .* is not allowed; give true or false"):
+        is_wanted({"chunk_adapter": value})

@@ -13,6 +13,8 @@ import trio_mori_vllm_omni
 from trio_mori_vllm_omni import _adapter_hook, _registration, register, unregister
 from trio_mori_vllm_omni._registration import FACTORY, NAME, STOCK_NAME, SWITCH, SeamMoved
 
+from trio_mori import ConfigError
+
 pytestmark = pytest.mark.deterministic
 
 
@@ -66,6 +68,18 @@ def test_the_stock_name_means_stock_unless_it_is_replaced(
     assert make(registry, STOCK_NAME, {"a": 1, "replace_stock": False}) == ("stock", {"a": 1})
     monkeypatch.setenv(SWITCH, "0")
     assert make(registry, STOCK_NAME, {"a": 1}) == ("stock", {"a": 1})
+
+
+@pytest.mark.parametrize(("said", "made"), [("yes", "ours"), ("false", "stock"), (0, "stock"), (None, "stock")])
+def test_replace_stock_is_a_yes_or_a_no_in_quotes_too(registry: dict[str, object], said: object, made: str) -> None:
+    register()
+    assert make(registry, STOCK_NAME, {"replace_stock": said})[0] == made  # type: ignore[index]
+
+
+def test_replace_stock_that_is_neither_yes_nor_no_is_refused(registry: dict[str, object]) -> None:
+    register()
+    with pytest.raises(ConfigError, match="replace_stock: 'maybe' is not allowed; give true or false"):
+        make(registry, STOCK_NAME, {"replace_stock": "maybe"})
 
 
 def test_a_registry_that_has_moved_is_reported_and_fails_only_who_depends_on_it(
