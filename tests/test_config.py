@@ -179,6 +179,14 @@ def test_a_pull_of_a_stock_receiver_is_refused_before_it_frees_its_destination()
 
 
 @deterministic
+def test_a_pool_for_both_directions_has_a_page_for_each() -> None:
+    assert ConnectorConfig(role="both", memory_pool_size=8192).memory_pool_size == 8192
+    error = refused(role="both", memory_pool_size=4096)
+    assert error.key == "memory_pool_size"
+    assert "with role both; give at least 8192" in str(error)
+
+
+@deterministic
 def test_a_heartbeat_comes_twice_within_the_time_that_a_peer_has() -> None:
     assert ConnectorConfig(heartbeat_interval=1, peer_timeout=2).heartbeat_interval == 1.0
     error = refused(heartbeat_interval=1.1, peer_timeout=2)
@@ -300,6 +308,14 @@ def test_an_unknown_key_is_kept_and_warned_of_once(caplog: pytest.LogCaptureFixt
     assert {(record.name, record.levelno) for record in caplog.records} == {("trio_mori.config", logging.WARNING)}
     assert config.extra == given
     assert config.codec_chunk_frames == 10
+
+
+@deterministic
+def test_keys_of_the_shim_are_known_and_suggested(caplog: pytest.LogCaptureFixture) -> None:
+    ConnectorConfig.from_dict({"chunk_adapter": True, "replace_stock": False, "chunk_adaptor": True})
+    assert [record.getMessage() for record in caplog.records] == [
+        "'chunk_adaptor' is no key of a connector; it stays in extra: did you mean 'chunk_adapter'?"
+    ]
 
 
 @deterministic

@@ -51,6 +51,16 @@ def to(stage: Stage | int) -> dict[str, object]:
 
 
 @deterministic
+@pytest.mark.parametrize("pages", [2, 3, 25])
+async def test_a_middle_stage_opens_with_pools_of_any_number_of_pages(pages: int) -> None:
+    size = pages * UNIT
+    async with MemoryFabric().open(pool_size=size) as engine:
+        config = {"role": "both", "zmq_port": 0, "memory_pool_size": size, "guaranteed_fraction": 0.5}
+        async with open_connector(config, engine=engine) as connector:
+            assert connector.statistics().pool.free == size
+
+
+@deterministic
 async def test_a_receiver_refuses_to_put() -> None:
     async with open_pair() as pair:
         with pytest.raises(WrongRole, match="put of 'k' on a connector of role receiver"):

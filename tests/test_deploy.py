@@ -64,6 +64,15 @@ def load(tmp_path: Path) -> Load:
     return write_and_load
 
 
+@deterministic
+def test_off_means_off_without_quotes_too(load: Load) -> None:
+    for word in ("off", "Off", "'off'"):
+        config = load(CHAIN.replace("host: auto", f"same_host_link: {word}")).config_for_stage(0)
+        assert config.same_host_link == "off"
+    with pytest.raises(ConfigError, match="fallback: False is not allowed"):
+        load(CHAIN.replace("host: auto", "fallback: off"))
+
+
 def line_of(text: str, piece: str, nth: int = 1) -> int:
     return [number for number, line in enumerate(text.splitlines(), 1) if piece in line][nth - 1]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import trio
 from trio.testing import MockClock, assert_checkpoints
 
-from trio_mori._gpu import wait_over
+from trio_mori import EngineUnavailable, open_connector
+from trio_mori._gpu import check_device, wait_over
 
 pytestmark = pytest.mark.deterministic
 
@@ -79,3 +81,18 @@ async def test_a_gpu_that_has_failed_says_so() -> None:
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
         await wait_over(Failed())
+
+
+async def test_a_gpu_for_payloads_that_is_not_there_keeps_a_receiver_from_opening(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    check_device("cuda:0")
+    config = {"zmq_port": 0, "memory_pool_size": 1 << 20, "payload_device": "cuda:1"}
+    with pytest.raises(
+        EngineUnavailable, match=r"payload_device: cuda:1 is not there: .* sees 1 GPUs .*give pool or cpu"
+    ):
+        async with open_connector({**config, "role": "receiver"}):
+            raise AssertionError
+    async with open_connector({**config, "role": "sender"}):
+        pass

@@ -165,6 +165,8 @@ class Choice:
         return "one of " + ", ".join(self.words)
 
     def __call__(self, value: object) -> str:
+        if value is False and "off" in self.words:  # what YAML makes of an off without quotes
+            return "off"
         if not isinstance(value, str):
             raise NotAllowed
         word = value.lower()

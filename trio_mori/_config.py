@@ -48,11 +48,14 @@ __all__ = [
 _logger = logging.getLogger("trio_mori.config")
 
 # Regions and extents begin at multiples of this, the page size that the stock allocator assumes too.
-_PAGE = 4096
+PAGE = 4096
 # The stock connector's step: it counts "100 MB" in binary megabytes.
 _HUNDRED_MB = 100 * 1024 * 1024
 # What an int in Mori's and the operating system's interfaces holds.
 _INT = 2**31 - 1
+
+# Keys of `extra` that trio_mori_vllm_omni reads, and takes out before it makes a configuration.
+_OF_THE_SHIM = ("chunk_adapter", "replace_stock")
 
 _HOSTS = Host((AUTO, *WILDCARDS))
 _SECONDS = Number("a finite number of seconds", above=0)
@@ -146,7 +149,7 @@ class ConnectorConfig:
         "RDMA devices to use. Empty: those in $MORI_RDMA_DEVICES, or all. Ignored with a warning for xgmi.",
     )
     memory_pool_size: int = _key(
-        Integer(_PAGE, 2**48, note=f" bytes, rounded up to {_PAGE}", multiple=_PAGE),
+        Integer(PAGE, 2**48, note=f" bytes, rounded up to {PAGE}", multiple=PAGE),
         1024**3,
         "Bytes of the one block of memory through which everything passes.",
     )
@@ -272,6 +275,9 @@ class ConnectorConfig:
         for key, path in others.items():
             if path and not self.curve_secret_key:
                 raise _refused(key, path, "without curve_secret_key; give this side a pair of its own")
+        if self.role == "both" and self.memory_pool_size < 2 * PAGE:
+            why = f"with role both; give at least {2 * PAGE}: each direction keeps a page"
+            raise _refused("memory_pool_size", self.memory_pool_size, why)
         if 2 * self.heartbeat_interval > self.peer_timeout:
             why = f"with peer_timeout {self.peer_timeout:g}; give at most half of it: one late answer is no loss"
             raise _refused("heartbeat_interval", self.heartbeat_interval, why)
@@ -299,8 +305,8 @@ class ConnectorConfig:
                     raise ConfigError(
                         f"{show(key)} is no key; keys are strings", key=str(show(key)), value=mapping[key]
                     )
-                if key not in KEYS:
-                    remedy = near(key, KEYS)
+                if key not in KEYS and key not in _OF_THE_SHIM:
+                    remedy = near(key, (*KEYS, *_OF_THE_SHIM))
                     _warn_once(
                         key, f"{show(key)} is no key of a connector; it stays in extra{remedy and ': ' + remedy}"
                     )

@@ -15,10 +15,11 @@ import trio
 
 from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
-from ._config import ConnectorConfig, Endpoint, named_endpoint, resolve_host, warn_if_exposed
+from ._config import PAGE, ConnectorConfig, Endpoint, named_endpoint, resolve_host, warn_if_exposed
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
 from ._events import CLOSED, OPEN
+from ._gpu import check_device
 from ._key_files import load_keys
 from ._lease import Lease
 from ._offers import names_of
@@ -519,6 +520,8 @@ async def open_connector(
     if not isinstance(config, ConnectorConfig):
         config = ConnectorConfig.from_dict(config)
     types = PayloadTypes(payload_types)
+    if config.role != "sender":
+        check_device(config.payload_device)
     async with AsyncExitStack() as stack:
         # In a thread: a name is looked up, which may take as long as the resolver likes.
         hosts = await trio.to_thread.run_sync(partial(resolve_host, config.host, advertise=config.advertise_host))
@@ -615,5 +618,6 @@ def _engine_options(config: ConnectorConfig, host: str) -> dict[str, object]:
 def _guarantees(config: ConnectorConfig, size: int) -> dict[str, int]:
     if config.role != "both":
         return {}
-    share = int(size * config.guaranteed_fraction)
+    # Shares are rounded up to pages; of an odd number of pages two halves would be more than the whole.
+    share = min(int(size * config.guaranteed_fraction), size // 2 // PAGE * PAGE)
     return {INBOUND: share, OUTBOUND: share}

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 import trio
 
+from ._errors import EngineUnavailable
+
 # A copy of up to 1 MB is over so soon after it was queued (5 us between two H200 by NVLink, and 20 us for the calls).
 # More than this would be felt by other tasks.
 SPIN = 30e-6
@@ -53,6 +55,21 @@ async def wait_over(moment: Moment) -> None:
         else:
             await trio.sleep(min(age / 8, LONGEST))
         age = time.perf_counter() - began
+
+
+def check_device(name: str) -> None:
+    """See that what is to be brought to a device can be: ``pool``, ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises:
+        EngineUnavailable: there is no such GPU in this process.
+    """
+    if name.startswith("cuda"):
+        seen = torch.cuda.device_count()
+        if (torch.device(name).index or 0) >= seen:
+            raise EngineUnavailable(
+                f"payload_device: {name} is not there: torch {torch.__version__} sees {seen} GPUs in this process; "
+                "give pool or cpu, or see that `nvidia-smi` or `rocm-smi` lists it and no CUDA_VISIBLE_DEVICES hides it"
+            )
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
