@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from trio_mori import DescriptorRefused, TransferFailed, open_engine
+from trio_mori import DescriptorRefused, TransferFailed, _pages, open_engine
 from trio_mori.abc import Descriptor, Write
 from trio_mori.testing._engine_bench import altered_descriptors
 
@@ -112,6 +113,26 @@ async def test_a_peer_is_mapped_by_its_first_write_and_until_it_is_dropped() -> 
             assert mapped_pools() == before + 1
             engine.drop_peer(peer)
             assert mapped_pools() == before
+
+
+async def test_a_large_write_finds_the_pages_that_it_needs_in_a_thread_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+
+    def find_pages(address: int, nbytes: int) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        found.append(nbytes)
+
+    monkeypatch.setattr(_pages, "find_pages", find_pages)
+    with owner_process(POOL_SIZE=str(8 * POOL)) as (process, descriptor), trio.fail_after(20):
+        async with open_engine("shm", pool_size=8 * POOL) as engine:
+            engine.region.tensor.fill_(42)
+            peer = engine.add_peer(descriptor)
+            for _ in range(2):
+                await engine.write(peer, Write(0, 3 * POOL, 3 * POOL))
+            assert found == [4 * POOL]
+            assert [ask(process, at) for at in (3 * POOL - 1, 3 * POOL, 6 * POOL - 1, 6 * POOL)] == [0, 42, 42, 0]
 
 
 async def test_a_killed_process_is_fenced_and_writes_to_it_fail() -> None:

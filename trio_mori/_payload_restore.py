@@ -13,7 +13,7 @@ import torch
 
 from ._errors import RemoteProtocolError, TrioMoriError
 from ._gpu import mark_current
-from ._payload_copy import host_view, memmove, new_tensor, read_bytes
+from ._payload_copy import fill, host_view, new_tensor, read_bytes
 from ._payload_foreign import array_address, image_nbytes, itemsize_of, new_array, new_image, new_scalar
 from ._payload_format import (
     ARRAY,
@@ -109,8 +109,8 @@ class Lone:
 
     def copy_of(self, address: int) -> torch.Tensor:
         """The tensor, of its own memory, given where it lies in host memory."""
-        result = new_tensor(self.dtype, self.shape)
-        memmove(result.data_ptr(), address, self.nbytes)
+        result = new_tensor(self.dtype, self.shape, self.nbytes)
+        fill(result.data_ptr(), address, self.nbytes)
         return result
 
 
@@ -254,9 +254,9 @@ class _Restorer:
     def _own_tensor(self, dtype: torch.dtype, shape: list[int], offset: int, nbytes: int) -> torch.Tensor:
         if not self._source.is_cpu:
             return self._source[offset : offset + nbytes].clone().view(dtype).view(shape)
-        result = new_tensor(dtype, shape)
+        result = new_tensor(dtype, shape, nbytes)
         if nbytes:
-            memmove(result.data_ptr(), self._base + offset, nbytes)
+            fill(result.data_ptr(), self._base + offset, nbytes)
         return result
 
     def bytes(self, header: Header, parts: list[Any], depth: int) -> bytes:
@@ -279,10 +279,10 @@ class _Restorer:
         self._take(offset, nbytes)
         array = new_array(dtype, shape)
         if nbytes and self._source.is_cpu:
-            memmove(array_address(array), self._base + offset, nbytes)
+            fill(array_address(array), self._base + offset, nbytes)
         elif nbytes:
             data = self._read(offset, nbytes)
-            memmove(array_address(array), data, nbytes)
+            fill(array_address(array), data, nbytes)
         return array
 
     def scalar(self, header: Header, parts: list[Any], depth: int) -> object:

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, UnsupportedPayload
-from ._payload_copy import memmove, new_tensor, read_bytes
+from ._payload_copy import fill, new_tensor, read_bytes
 from ._payload_foreign import BAND_MODES, array_address, image_nbytes, itemsize_of, new_array, new_image
 from ._payload_format import (
     ARRAY,
@@ -282,9 +282,9 @@ def _content(item: dict[str, Any], itemsize: int) -> tuple[list[int], bytes]:
 def _tensor(item: dict[str, Any]) -> torch.Tensor:
     dtype = DTYPES.get(item["dtype"])
     shape, data = _content(item, 0 if dtype is None else dtype.itemsize)
-    tensor = new_tensor(DTYPES[item["dtype"]], shape)
+    tensor = new_tensor(DTYPES[item["dtype"]], shape, len(data))
     if data:
-        memmove(tensor.data_ptr(), data, len(data))
+        fill(tensor.data_ptr(), data, len(data))
     return tensor
 
 
@@ -292,7 +292,7 @@ def _array(item: dict[str, Any]) -> object:
     shape, data = _content(item, itemsize_of(item["dtype"]))
     array = new_array(item["dtype"], shape)
     if data:
-        memmove(array_address(array), data, len(data))
+        fill(array_address(array), data, len(data))
     return array
 
 

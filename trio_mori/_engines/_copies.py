@@ -8,6 +8,7 @@ import math
 import trio
 
 from .._errors import TransferFailed
+from .._pages import PageFinder
 from . import _memfd
 
 
@@ -21,8 +22,13 @@ class Copies:
         # Apart from trio's own forty threads, which other code of this process may keep busy.
         self._threads = trio.CapacityLimiter(math.inf)
 
-    async def copy(self, target: memoryview, source: memoryview) -> None:
+    async def copy(
+        self, target: memoryview, source: memoryview, pages: PageFinder | None = None, offset: int = 0
+    ) -> None:
         """Copy all of `source` to `target`, in a thread. Not cancellable.
+
+        Args:
+            pages: Finds those of the mapping that has `target` at `offset`, where they may be new to this process.
 
         Raises:
             TransferFailed: with ``settled=False``, when it was abandoned.
@@ -32,7 +38,9 @@ class Copies:
                 self._none_running = trio.Event()
             self._running.add(scope)
             try:
-                await trio.to_thread.run_sync(_move, target, source, abandon_on_cancel=True, limiter=self._threads)
+                await trio.to_thread.run_sync(
+                    _move, target, source, pages, offset, abandon_on_cancel=True, limiter=self._threads
+                )
             finally:
                 self._running.discard(scope)
                 if not self._running:
@@ -51,6 +59,8 @@ class Copies:
         await self._none_running.wait()
 
 
-def _move(target: memoryview, source: memoryview) -> None:
+def _move(target: memoryview, source: memoryview, pages: PageFinder | None, offset: int) -> None:
+    if pages is not None:
+        pages.find(offset, len(source))
     # ctypes gives the GIL back while it copies; an assignment to a slice would keep it.
     ctypes.memmove(_memfd.address(target), _memfd.address(source), len(source))

@@ -180,7 +180,8 @@ class ShmEngine(Engine):
             return
         async with self._slots:
             self._admit(ours, write)
-            await self._copies.copy(*self._ends(ours, write))
+            target, source = self._ends(ours, write)
+            await self._copies.copy(target, source, ours.pages, write.destination)
 
     async def wait_fenced(self, peer: EnginePeer) -> None:
         if isinstance(peer, ShmPeer) and self._knows(peer):

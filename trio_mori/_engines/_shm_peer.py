@@ -6,6 +6,7 @@ import os
 
 import trio
 
+from .._pages import PageFinder
 from ..abc import Descriptor, EnginePeer
 from . import _memfd
 from ._fence import Fence
@@ -17,6 +18,7 @@ class ShmPeer(EnginePeer):
 
     Attributes:
         buffer: The peer's pool, once mapped.
+        pages: Finds the pages of that mapping. None if it is another engine's of this process, who has them.
         fence: Over as soon as no byte of the peer can arrive. None while unknown.
         fence_known: Set together with `fence`.
         learning: Around the task that learns the fence, where that takes one.
@@ -28,6 +30,7 @@ class ShmPeer(EnginePeer):
         self.memory = memory
         self.way = way
         self.buffer: memoryview | None = None
+        self.pages: PageFinder | None = None
         self.fence: Fence | None = None
         self.fence_known = trio.Event()
         self.learning = trio.CancelScope()
@@ -52,6 +55,7 @@ class ShmPeer(EnginePeer):
         """Take over the peer's memfd, which was checked, and map it."""
         try:
             self.buffer = pool = _memfd.map_pool(memory, self.size)
+            self.pages = PageFinder(_memfd.address(pool), self.size)
             return pool
         finally:
             os.close(memory)
