@@ -1,7 +1,7 @@
 """Copies between the memory of leaves and the pool; what touches a GPU is in `_payload_gpu`.
 
-Host to host it is memmove, in one thread and without the GIL: on an idle machine torch's copy, with two threads, takes
-0.6 of the time (1.3 against 0.74 ms for 16 MB), and on a busy one it stalls for 8 ms.
+Host to host it is memmove, in one thread: on an idle machine torch's copy, with two threads, takes 0.6 of the time (1.3
+against 0.74 ms for 16 MB), and on a busy one it stalls for 8 ms.
 """
 
 from __future__ import annotations
@@ -18,8 +18,14 @@ from ._errors import UnsupportedPayload
 from ._payload_foreign import array_address, required
 from ._payload_format import ARRAY, BYTEARRAY, BYTES, IMAGE, TENSOR, VIEW
 
-# ctypes calls it as a foreign function, without the GIL.
-memmove: Callable[[Any, Any, int], Any] = ctypes.memmove
+# A copy up to this size keeps the GIL: 30 us of memory. Whoever gives it away beside a thread that computes has it
+# back after the switch interval, 5 ms.
+KEEPS_GIL = 256 << 10
+
+# ctypes calls this one as a part of Python, with the GIL, and its own memmove as a foreign function, without it.
+_memmove_with_gil = ctypes.PyDLL(None).memmove
+_memmove_with_gil.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove_with_gil.restype = None
 
 # From here on the C library takes new memory from the kernel, more often than not: 0.16 ms of faults for 256 KiB, 0.04
 # with its pages found before. Memory that was used before costs 2 us more so.
@@ -48,6 +54,14 @@ class Leaf:
     nbytes: int
     source: Any
     stream: torch.cuda.Stream | None = None
+
+
+def memmove(target: int, source: int | bytes, nbytes: int) -> None:
+    """Copy host memory, given its addresses; the source may be bytes."""
+    if nbytes <= KEEPS_GIL:
+        _memmove_with_gil(target, source, nbytes)
+    else:
+        ctypes.memmove(target, source, nbytes)
 
 
 def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
