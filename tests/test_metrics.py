@@ -190,3 +190,28 @@ async def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     names = {name for expression in asked for name in re.findall(r"trio_mori_\w+", expression)}
     assert names <= found.names()
     assert found.names() - names == set(), "all are shown"
+
+
+async def test_the_dashboard_asks_by_labels_that_exist_for_every_event_that_is_worth_watching() -> None:
+    collector = ConnectorCollector()
+    async with open_pair() as pair:
+        with collector.watching(pair.sender, "up"), collector.watching(pair.receiver, "down"):
+            await pair.put("a", filled(10))
+            await pair.get("a")
+            found = await scrape(collector)
+    labels: dict[str, set[str]] = {"trio_mori_quarantine_bytes": {"connector", "peer", "reason"}}
+    for name, pairs in found.samples:
+        labels.setdefault(name, set()).update(label for label, _ in pairs)
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    for target in (target for panel in panels for target in panel["targets"]):
+        names = re.findall(r"trio_mori_\w+", target["expr"])
+        asked = re.findall(r"{{(\w+)}}", target["legendFormat"]) + re.findall(r"[{ ](\w+)=", target["expr"])
+        assert all(set(asked) <= labels[name] for name in names), target
+    [shown] = re.findall(r'event=~"([^"]+)"', " ".join(t["expr"] for panel in panels for t in panel["targets"]))
+    counted = {dict(pairs)["event"] for name, pairs in found.samples if name == "trio_mori_events_total"}
+    assert set(shown.split("|")) <= counted
+    text = (DASHBOARD.parent / "operations.md").read_text(encoding="utf-8")
+    rows = text.partition("| event | what it counts |")[2].partition("\n\n")[0]
+    told = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
+    assert len(told) >= 8
+    assert told <= set(shown.split("|"))
