@@ -54,8 +54,8 @@ _HUNDRED_MB = 100 * 1024 * 1024
 # What an int in Mori's and the operating system's interfaces holds.
 _INT = 2**31 - 1
 
-# Keys of `extra` that trio_mori_vllm_omni reads, and takes out before it makes a configuration.
-_OF_THE_SHIM = ("chunk_adapter", "replace_stock")
+# Keys of `extra` that are read by others: two by trio_mori_vllm_omni, and vllm-omni's own of Qwen3-Omni's deploy file.
+_OF_OTHERS = ("chunk_adapter", "replace_stock", "initial_codec_chunk_frames")
 
 _HOSTS = Host((AUTO, *WILDCARDS))
 _SECONDS = Number("a finite number of seconds", above=0)
@@ -305,8 +305,8 @@ class ConnectorConfig:
                     raise ConfigError(
                         f"{show(key)} is no key; keys are strings", key=str(show(key)), value=mapping[key]
                     )
-                if key not in KEYS and key not in _OF_THE_SHIM:
-                    remedy = near(key, (*KEYS, *_OF_THE_SHIM))
+                if key not in KEYS and key not in _OF_OTHERS:
+                    remedy = near(key, (*KEYS, *_OF_OTHERS))
                     _warn_once(
                         key, f"{show(key)} is no key of a connector; it stays in extra{remedy and ': ' + remedy}"
                     )
