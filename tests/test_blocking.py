@@ -36,7 +36,7 @@ from trio_mori import (
     blocking,
 )
 from trio_mori._arrival import Arrival
-from trio_mori._portal import Portal
+from trio_mori._portal import Portal, _Call
 from trio_mori._staging import Reservation
 from trio_mori.blocking import COPY_IN_LOOP, BlockingConnector
 
@@ -326,6 +326,29 @@ def test_two_threads_cannot_use_one_end_of_a_stream(pair: Both) -> None:
 
 
 # --- interrupts --------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_as_a_call_is_answered_keeps_nothing_while_its_traceback_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait = _Call.wait
+
+    def interrupted(call: _Call[object]) -> None:
+        wait(call)
+        raise KeyboardInterrupt
+
+    large = filled(COPY_IN_LOOP + 1)
+    with both(pool=4 * COPY_IN_LOOP) as pair:
+        pair.put("k", "here")
+        with monkeypatch.context() as patch:
+            patch.setattr(_Call, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt) as first:
+                pair.get("k")
+            with pytest.raises(KeyboardInterrupt) as second:
+                pair.put("large", large)
+        assert pair.get("k") == "here"
+        assert first.value.__traceback__ is not second.value.__traceback__ is not None
+        pair.assert_whole()
 
 
 def test_an_interrupted_get_takes_nothing(pair: Both) -> None:

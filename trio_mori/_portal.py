@@ -49,7 +49,13 @@ class _Call(ABC, Generic[T]):
     def finish(self) -> None:
         """There is an outcome."""
         self.is_cut = False
+        if self.abandoned:
+            self.drop()
         self.answer()
+
+    def drop(self) -> None:
+        """Nobody takes the outcome. The traceback of whoever left may refer to this call until the loop has ended."""
+        self.value = None
 
     def answer(self) -> None:
         """Let the thread that waits go on. Idempotent."""
@@ -66,6 +72,8 @@ class _Call(ABC, Generic[T]):
     def abandon(self) -> None:
         """Nobody waits any more."""
         self.abandoned = True
+        with suppress(ConnectorClosed):
+            self.portal.post(self.drop)
 
     def result(self) -> T:
         """What it returned, or raise what it raised."""
@@ -144,10 +152,9 @@ class _Task(_Call[T]):
         if self.portal.ending.is_set():
             self.answer()
 
-    def abandon(self) -> None:
-        super().abandon()
-        with suppress(ConnectorClosed):
-            self.portal.post(self._scope.cancel)
+    def drop(self) -> None:
+        self._scope.cancel()
+        super().drop()
 
 
 class Portal:
