@@ -59,6 +59,8 @@ class Process:
 
     def say(self, *command: object) -> None:
         """Tell it a command; one that is stopped hears it when it goes on, for its pipe would fill."""
+        if self.pipe.closed:
+            return  # it was killed, and another one comes
         if self.stopped:
             self.unsaid.append(command)
             return
@@ -67,12 +69,16 @@ class Process:
 
     def stop(self) -> None:
         """Stop it, wherever it is."""
+        if self.pipe.closed:
+            return
         self.stopped = True
         os.kill(self.handle.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let it go on."""
         self.stopped = False
+        if self.pipe.closed:
+            return  # killed meanwhile: its number may be another's
         os.kill(self.handle.pid, signal.SIGCONT)
         unsaid, self.unsaid = self.unsaid, []
         for command in unsaid:
