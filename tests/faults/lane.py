@@ -396,6 +396,8 @@ class Round:
             log = self._directory / f"stage-{process.place}"
             if log.exists():
                 lines += log.read_text(errors="replace").splitlines()[-30:]
+        for place, proxy in self._proxies.items():
+            lines += [f"proxy of stage {place}: {line}" for line in proxy.describe()]
         return "\n".join(lines)
 
     def clear(self) -> None:

@@ -137,6 +137,8 @@ class _Direction:
     from_sender: bool
     waiting: deque[bytes] = attrs.field(factory=deque)  # what the target did not take yet
     held: list[list[bytes]] = attrs.field(factory=list)
+    messages: int = 0
+    last: float = 0.0  # when a message came
     over: bool = False
     twin: _Direction | None = None
 
@@ -176,6 +178,16 @@ class Proxy:
     def cut(self) -> None:
         """End all connections, with what is under way on them."""
         self._ask("cut")
+
+    def describe(self) -> list[str]:
+        """How its connections are, a line for each direction; right if nothing moves any more."""
+        now = time.monotonic()
+        return [
+            f"{'unix' if isinstance(each.framing, _Packets) else 'tcp'}, {'from' if each.from_sender else 'to'} the "
+            f"sender: {each.messages} messages, the last {now - each.last:.1f} s ago; {len(each.waiting)} wait for the "
+            f"target, {len(each.held)} are held"
+            for each in list(self._directions.values())
+        ]
 
     def close(self) -> None:
         """End everything."""
@@ -289,6 +301,8 @@ class Proxy:
     def _consider(self, direction: _Direction, frames: list[bytes]) -> None:
         """Do to a message what is to be done to it."""
         self.counts["messages"] += 1
+        direction.messages += 1
+        direction.last = time.monotonic()
         if direction.from_sender:
             frames = self._rename(frames)
         if self.holding or direction.held:

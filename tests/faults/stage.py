@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -344,8 +344,10 @@ def main(pipe: Connection, spec: Spec) -> None:
     trio.run(_live, pipe, spec)
 
 
-def _move_slowly(move: object, target: memoryview, source: memoryview) -> None:
+def _move_slowly(
+    move: Callable[..., None], target: memoryview, source: memoryview, pages: object = None, offset: int = 0
+) -> None:
     middle = len(source) // 2
-    move(target[:middle], source[:middle])  # type: ignore[operator]
+    move(target[:middle], source[:middle], pages, offset)
     time.sleep(0.002 + len(source) / (100 << 20))
-    move(target[middle:], source[middle:])  # type: ignore[operator]
+    move(target[middle:], source[middle:], pages, offset + middle)
