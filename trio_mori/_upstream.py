@@ -112,7 +112,6 @@ class Upstream:
         self._tried: set[str] = set()
         self._composing = False
         self._last_heard = inf
-        self._pulse = 0  # number of the last heartbeat that was answered
         self._misunderstood = 0  # since the last welcome
 
     # --- the connection -----------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ class Upstream:
     def has_heard(self) -> bool:
         """Whether the sender has read all that was said up to the last heartbeat; also if it is not there to do so."""
         if self.channel.up:
-            return self._pulse >= self.channel.sequence
+            return self.channel.answered >= self.channel.sequence
         # Between two links: what was said on the first one may be lost, and is said once more on the next.
         return self.channel.epoch is None or not self._reachable
 
@@ -319,8 +318,6 @@ class Upstream:
             if isinstance(message, wire.Leaving):
                 logger.info("sender %s closed", self.endpoint.address)
                 self.say_goodbye()
-            elif isinstance(message, wire.Pulse):
-                self._pulse = max(self._pulse, message.sequence)
             self._around.book.on_message(channel, message, now)
         self._around.note_progress()
 

@@ -97,6 +97,16 @@ def what_expires_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shelf, "expired", expired)
 
 
+def what_was_said_last_needs_no_other_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Inbox.heartbeat
+
+    def heartbeat(self: Inbox, channel: Channel) -> None:
+        channel.is_steady = True
+        plain(self, channel)
+
+    monkeypatch.setattr(Inbox, "heartbeat", heartbeat)
+
+
 # Each bug, and the trouble that brings it out.
 PLANTS: dict[Plant, set[str]] = {
     a_write_that_takes_too_long_counts_as_ended: {"slow writes", "time"},
@@ -107,6 +117,7 @@ PLANTS: dict[Plant, set[str]] = {
     silence_counts_as_an_acknowledgement: {"time"},
     what_was_delivered_is_never_published_again: {"held messages"},
     what_expires_keeps_its_memory: {"time"},
+    what_was_said_last_needs_no_other_heartbeat: {"held messages"},
 }
 
 

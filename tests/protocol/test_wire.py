@@ -27,6 +27,7 @@ TO_SENDER = [
     wire.Ack([7]),
     wire.Heartbeat(1, 2, [1], [2], [3]),
     wire.Bye(),
+    wire.Still(3, 2),
 ]
 TO_RECEIVER = [
     wire.Done(1, 2, 3, b"header"),

@@ -189,7 +189,10 @@ class Session:
         fenced: Its process is proven dead.
         last_heard: When its last message came.
         highest, listed: The newest heartbeat: of all ids up to `highest` only those in `listed` may still start.
-        sequence: Number of that heartbeat.
+        sequence: Number of that heartbeat, or of the last one that said the same again.
+        beat: That heartbeat.
+        is_quiet: Nothing would come of it once more: it was answered with no more than a pulse, and since then nothing
+            was said and no fetch has changed.
         floor: All ids up to this one are over, whatever the heartbeat says.
         closed: Ids above the floor that ended; they never start either.
         outgoing: Messages for it that the shell has not taken yet.
@@ -205,6 +208,8 @@ class Session:
     highest: int = 0
     listed: frozenset[int] = frozenset()
     sequence: int = 0
+    beat: wire.Heartbeat | None = None
+    is_quiet: bool = False
     floor: int = 0
     closed: set[int] = attrs.field(factory=set)
     fetches: dict[int, Fetch] = attrs.field(factory=dict)
@@ -218,6 +223,7 @@ class Session:
 
     def close(self, fetch_id: int) -> None:
         """An id is over for good."""
+        self.is_quiet = False
         self.fetches.pop(fetch_id, None)
         if fetch_id > self.floor:
             self.closed.add(fetch_id)
@@ -225,9 +231,10 @@ class Session:
             self.floor += 1
             self.closed.remove(self.floor)
 
-    def judge(self, sequence: int, highest: int, listed: frozenset[int]) -> None:
-        """A newer heartbeat says which ids up to `highest` are not over at the receiver."""
-        self.sequence, self.highest, self.listed = sequence, highest, listed
+    def judge(self, beat: wire.Heartbeat, listed: frozenset[int]) -> None:
+        """A newer heartbeat says which ids up to its `highest` are not over at the receiver."""
+        self.sequence, self.beat, self.highest, self.listed = beat.sequence, beat, beat.highest, listed
+        highest = beat.highest
         self.closed = {i for i in self.closed if i > highest or i in listed}
 
 

@@ -247,6 +247,7 @@ class Inbox:
             self._succeed(channel)
         channel.epoch, channel.up, channel.lost_since = epoch, True, inf
         channel.outgoing.clear()
+        channel.is_steady = False
         for interest in list(channel.interests.values()):
             if interest.state is State.POSTED:
                 if interest.extent is None:
@@ -344,9 +345,18 @@ class Inbox:
         self.find_room()
 
     def heartbeat(self, channel: Channel) -> None:
-        """Say that we live, and which interests are not over. While the channel is not up, only time is counted."""
+        """Say that we live, and which interests are not over. While the channel is not up, only time is counted.
+
+        What the sender has read already is not looked through again: in a process that has slept for seconds, a
+        thousand interests take milliseconds to be touched.
+        """
         channel.sequence += 1
         if not channel.up:
+            return
+        base, channel.said = channel.said, channel.sequence
+        if channel.is_steady and channel.answered == base:
+            self._say(channel, wire.Still(channel.sequence, base))
+            channel.is_steady = True
             return
         lists: dict[State, list[int]] = {state: [] for state in State}
         for interest in channel.interests.values():
@@ -361,6 +371,7 @@ class Inbox:
                 lists[State.RETURNING],
             ),
         )
+        channel.is_steady = True
 
     # --- messages -----------------------------------------------------------------------------------------
 
@@ -382,6 +393,7 @@ class Inbox:
             for fetch_id in message.ids:
                 self._on_closed(channel, fetch_id)
         elif isinstance(message, wire.Pulse):
+            channel.answered = max(channel.answered, message.sequence)
             for fetch_id in message.unknown:
                 interest = channel.interests.get(fetch_id)
                 if interest is not None and interest.state in (State.POSTED, State.OFFERED):
@@ -559,6 +571,7 @@ class Inbox:
 
     def _move(self, interest: Interest, cause: Cause) -> None:
         interest.state = step(INTEREST_TABLE, interest.state, cause)
+        interest.channel.is_steady = False
         if interest.state is State.RETURNING:
             if cause is Cause.GIVE_BACK:
                 interest.returned = interest.channel.sequence
@@ -587,6 +600,7 @@ class Inbox:
     def _say(self, channel: Channel, message: wire.ToSender) -> None:
         if channel.up:
             channel.outgoing.append(message)
+            channel.is_steady = False
             self.talking[channel] = None
 
     # --- looking ------------------------------------------------------------------------------------------

@@ -137,6 +137,10 @@ class Channel:
         ghosts: Destinations that senders of earlier epochs may still write to.
         former: Epochs that know this token and were given up: what they have under our ids is not what we have.
         lost_since: When an established sender went away; `inf` while it is there or never was.
+        sequence: Number of the last heartbeat, said or only counted.
+        said: Number of the last one that was said.
+        answered: The highest number of one that was answered.
+        is_steady: Nothing that a heartbeat lists has changed since the last one was said, and nothing was said.
     """
 
     token: bytes
@@ -151,6 +155,9 @@ class Channel:
     former: set[bytes] = attrs.field(factory=set)
     outgoing: list[wire.ToSender] = attrs.field(factory=list)
     lost_since: float = inf
+    said: int = 0
+    answered: int = 0
+    is_steady: bool = False
 
 
 # What the memory of an interest is held for.

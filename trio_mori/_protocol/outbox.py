@@ -200,7 +200,7 @@ class Outbox:
 
     def disconnected(self, session: Session) -> None:
         """Its link broke. Writes under way go on; none is started until it is back."""
-        session.connected = False
+        session.connected = session.is_quiet = False
         self._await_word(session)
 
     def _await_word(self, session: Session) -> None:
@@ -253,7 +253,7 @@ class Outbox:
     # --- messages -----------------------------------------------------------------------------------------
 
     def on_message(
-        self, session: Session, message: wire.Fetch | wire.Cancel | wire.Ack | wire.Heartbeat, now: float
+        self, session: Session, message: wire.Fetch | wire.Cancel | wire.Ack | wire.Heartbeat | wire.Still, now: float
     ) -> None:
         """A message of a session arrived, with the right generation and epoch."""
         if self.has_left(session):
@@ -269,8 +269,10 @@ class Outbox:
         elif isinstance(message, wire.Cancel):
             for fetch_id in message.ids:
                 self._on_cancel(session, fetch_id)
-        else:
+        elif isinstance(message, wire.Heartbeat):
             self._on_heartbeat(session, message)
+        elif message.base == session.sequence < message.sequence:
+            self._on_still(session, message.sequence)
 
     def _revive(self, session: Session) -> None:
         session.connected = True
@@ -294,6 +296,7 @@ class Outbox:
             return
         fetch = Fetch(session, message.id, message.key, message.round, message.offset, message.capacity)
         session.fetches[fetch.id] = fetch
+        session.is_quiet = False
         if not self._destination_allowed(fetch):
             return
         self._interests.setdefault(fetch.key, {})[fetch] = None
@@ -354,8 +357,9 @@ class Outbox:
     def _on_heartbeat(self, session: Session, message: wire.Heartbeat) -> None:
         if message.sequence <= session.sequence:
             return
+        session.is_quiet = True  # until something comes of it
         listed = frozenset(message.open).union(message.unacknowledged, message.returning)
-        session.judge(message.sequence, message.highest, listed)
+        session.judge(message, listed)
         for fetch in [f for f in session.fetches.values() if f.id <= message.highest and f.id not in listed]:
             self._on_ack(session, fetch.id)
             if fetch.id in session.fetches:
@@ -370,7 +374,20 @@ class Outbox:
                 unknown.append(fetch_id)
             else:
                 self._say_limit(session, fetch_id)
-        self._say(session, wire.Pulse(message.sequence, unknown))
+        self._pulse(session, unknown)
+
+    def _on_still(self, session: Session, sequence: int) -> None:
+        """The last heartbeat once more."""
+        if session.is_quiet:
+            session.sequence = sequence
+            self._pulse(session, [])
+        elif session.beat is not None:
+            self._on_heartbeat(session, msgspec.structs.replace(session.beat, sequence=sequence))
+
+    def _pulse(self, session: Session, unknown: list[int]) -> None:
+        quiet = session.is_quiet and not unknown
+        self._say(session, wire.Pulse(session.sequence, unknown))
+        session.is_quiet = quiet
 
     def _repeat(self, fetch: Fetch) -> None:
         """The receiver still waits for this one: say again what it was last told."""
@@ -432,11 +449,11 @@ class Outbox:
         # After a lapse nothing is given anew before the receiver has answered: it may have taken what it was given
         # before, and its acknowledgement would be understood of the wrong payload.
         if fetch.capacity >= entry.size and fetch.given is None:
-            fetch.state = step(WANT_TABLE, fetch.state, Step.BEGIN)
+            _move(fetch, Step.BEGIN)
             self._start(Ticket(entry, fetch, entry.extent.offset, fetch.offset, entry.size))
         else:
             # From here on the old destination is void: the receiver may free it as soon as it reads this.
-            fetch.state = step(WANT_TABLE, fetch.state, Step.OFFER)
+            _move(fetch, Step.OFFER)
             fetch.round, fetch.capacity = fetch.round + 1, 0
             self._say(fetch.session, wire.Ready(fetch.id, fetch.round, entry.size))
 
@@ -499,7 +516,7 @@ class Outbox:
         elif error is not None:
             self._fail(holder, wire.TRANSFER_FAILED, error, settled=True)
         else:
-            holder.state = step(WANT_TABLE, holder.state, Step.DELIVER)
+            _move(holder, Step.DELIVER)
             holder.given = entry
             self._await_word(holder.session)
             entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
@@ -529,7 +546,7 @@ class Outbox:
 
     def _requeue(self, fetch: Fetch) -> None:
         """Its payload was replaced or went to others before it had it: first in the queue again."""
-        fetch.state = step(WANT_TABLE, fetch.state, Step.REQUEUE)
+        _move(fetch, Step.REQUEUE)
         fetch.entry = None
         self._interests[fetch.key] = {fetch: None, **self._interests.get(fetch.key, {})}
 
@@ -540,7 +557,7 @@ class Outbox:
         if reason := self._untold(fetch):
             self._bury(fetch.key, reason)
         if self._has_write(fetch):
-            fetch.state = step(WANT_TABLE, fetch.state, Step.WITHDRAW)
+            _move(fetch, Step.WITHDRAW)
             return
         self._leave_queue(fetch)
         fetch.session.close(fetch.id)
@@ -575,7 +592,7 @@ class Outbox:
 
     def _fail(self, fetch: Fetch, code: int, detail: str, *, settled: bool) -> None:
         self._leave_queue(fetch)
-        fetch.state = step(WANT_TABLE, fetch.state, Step.FAIL)
+        _move(fetch, Step.FAIL)
         fetch.entry = None
         fetch.failure = wire.Failed(fetch.id, code, detail[:1024], settled)
         fetch.lost = code if code in (wire.EXPIRED, wire.GONE) else 0
@@ -593,6 +610,7 @@ class Outbox:
     def _say(self, session: Session, message: wire.ToReceiver) -> None:
         if not self.has_left(session):
             session.outgoing.append(message)
+            session.is_quiet = False
             self.talking[session] = None
 
     # --- stock receivers ----------------------------------------------------------------------------------
@@ -632,7 +650,7 @@ class Outbox:
                 self._bury(fetch.key, fetch.lost)
                 fetch.lost = 0
             if fetch.state is Want.DELIVERED:
-                fetch.state = step(WANT_TABLE, fetch.state, Step.LAPSE)
+                _move(fetch, Step.LAPSE)
             elif fetch.state is Want.OFFERED:
                 self._requeue(fetch)
             else:
@@ -677,6 +695,11 @@ class Outbox:
     def _say_farewell(self, session: Session) -> None:
         fetches = [t.holder for t in self.tickets if isinstance(t.holder, Fetch)]
         self._say(session, wire.Leaving([f.id for f in fetches if f.session is session]))
+
+
+def _move(fetch: Fetch, event: Step) -> None:
+    fetch.state = step(WANT_TABLE, fetch.state, event)
+    fetch.session.is_quiet = False
 
 
 def _may_lapse(fetch: Fetch) -> bool:

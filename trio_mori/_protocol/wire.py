@@ -117,6 +117,17 @@ class Bye(Message, frozen=True, tag=5):
     """The receiver closes, after it has cancelled everything: forget the session."""
 
 
+class Still(Message, frozen=True, tag=6):
+    """A heartbeat that says what the one numbered `base` said, word for word.
+
+    `base` was answered, and nothing else was said on this connection since. One that does not follow the sender's
+    last heartbeat changes nothing and is not answered; the next is a `Heartbeat`.
+    """
+
+    sequence: Uint
+    base: Uint
+
+
 # --- sender to receiver -----------------------------------------------------------------------------------
 
 
@@ -172,7 +183,7 @@ TRANSFER_FAILED = 3
 UNREACHABLE = 4  # the sender cannot write into the receiver's pool
 LIMIT = 5  # more fetches than the sender allows one peer
 
-ToSender = Fetch | Cancel | Ack | Heartbeat | Bye
+ToSender = Fetch | Cancel | Ack | Heartbeat | Bye | Still
 
 
 class Retracted(Message, frozen=True, tag=22):
