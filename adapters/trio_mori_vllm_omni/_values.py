@@ -66,7 +66,7 @@ class StockCodec:
         def restored(code: int, data: memoryview) -> object:
             return collector.parts[int.from_bytes(data, "big")] if code == _CODE else msgpack.Ext(code, bytes(data))
 
-        is_on_host = all(part.device.type == "cpu" for part in collector.parts if isinstance(part, torch.Tensor))
+        is_on_host = all(part.is_cpu for part in collector.parts if isinstance(part, torch.Tensor))
         return msgspec.msgpack.Decoder(ext_hook=restored).decode(encoded), is_on_host
 
     def revived(self, tree: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from trio_mori_vllm_omni.chunks._building import Building, Built
+from trio_mori_vllm_omni.chunks._building import HELD, Building, Built
 from trio_mori_vllm_omni.chunks._flows import Outflow, Outgoing
 from trio_mori_vllm_omni.chunks._mailbox import Mailbox
 
@@ -16,15 +16,18 @@ class Worker:
     """A worker whose loop is a list."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.log: list[object] = []
         self.posted: list[Callable[[], None]] = []
         self.building = Building(
             Mailbox(self.posted.append),
             lambda flow, built: self.log.append((flow.request_id, built)),
             lambda name: self.log.append(f"forget {name}"),
+            lambda: self.now,
         )
 
     def run_loop(self) -> None:
+        self.building.flush()
         posted, self.posted = self.posted, []
         for command in posted:
             command()
@@ -42,6 +45,7 @@ def test_what_was_built_reaches_the_loop_in_order_with_one_waking() -> None:
     worker.begin(flow)
     for build in (number, lambda _: None, number):
         worker.building.build(flow, Outgoing(build, False))
+    worker.building.flush()
     assert worker.log == []
     assert len(worker.posted) == 1
     worker.run_loop()
@@ -79,3 +83,17 @@ def test_after_a_failure_nothing_of_the_request_is_built() -> None:
     worker.building.build(flow, Outgoing(number, True))
     worker.run_loop()
     assert worker.log == ["forget r", "begin id", ("id", Built(None, False, "ValueError: no codes"))]
+
+
+def test_what_is_built_while_more_is_queued_is_held_back_for_a_millisecond() -> None:
+    worker, flow = Worker(), Outflow("id", "r")
+    worker.begin(flow)
+    worker.building.build(flow, Outgoing(number, False))
+    worker.now = HELD / 2
+    worker.building.build(flow, Outgoing(number, False))
+    assert worker.posted == []
+    worker.now = HELD
+    worker.building.build(flow, Outgoing(number, False))
+    assert len(worker.posted) == 1
+    worker.run_loop()
+    assert worker.log == ["begin id", *(("id", Built(at, False)) for at in range(3))]

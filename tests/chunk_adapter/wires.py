@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -61,6 +62,15 @@ class MemoryWire:
         self.chunks[external_id, number] = planned
         self.change()
         await trio.lowlevel.cancel_shielded_checkpoint()
+
+    def put_at_once(self, external_id: str, number: int, planned: Any) -> bool:
+        if self.failures or number in self.refusals or self.room == 0:
+            return False
+        if self.room is not None:
+            self.room -= 1
+        self.chunks[external_id, number] = planned
+        self.change()
+        return True
 
     async def take(self, external_id: str, number: int, source: dict[str, Any] | None) -> object:
         if self.failures:
@@ -148,7 +158,7 @@ async def open_courier(wire: MemoryWire, forgotten: Names | None = None) -> Asyn
         else:
             token.run_sync_soon(command)
 
-    courier = Courier(post, wire, names.note)
+    courier = Courier(post, wire, names.note, time.monotonic)
     courier._events = Signals()
     async with courier.open():
         yield courier

@@ -18,7 +18,9 @@ Work = Callable[[], None]
 class Bench:
     """Does work in the order in which it is put up."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: Work) -> None:
+        """Store what is done whenever there is no more work."""
+        self._rest = rest
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
         self._limiter = trio.CapacityLimiter(1)
 
@@ -38,3 +40,5 @@ class Bench:
     def _work(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+            if self._queue.empty():
+                self._rest()

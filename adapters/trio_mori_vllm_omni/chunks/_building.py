@@ -14,6 +14,10 @@ import attrs
 from ._flows import Outflow, Outgoing
 from ._mailbox import Mailbox
 
+# What is built goes to the loop when nothing more is to be built, and after so many seconds at the latest. A loop that
+# is woken earlier takes the interpreter from the worker, and gives it back, again and again while a step is built.
+HELD = 0.001
+
 
 @attrs.frozen
 class Built:
@@ -35,14 +39,21 @@ class Building:
     Args:
         hand_over: Given what was built, in the loop.
         forget: Clears what the input processors know of a request.
+        clock: Of what is held back.
     """
 
     def __init__(
-        self, mailbox: Mailbox, hand_over: Callable[[Outflow, Built], None], forget: Callable[[str], None]
+        self,
+        mailbox: Mailbox,
+        hand_over: Callable[[Outflow, Built], None],
+        forget: Callable[[str], None],
+        clock: Callable[[], float],
     ) -> None:
         self._mailbox = mailbox
         self._hand_over = hand_over
         self._forget = forget
+        self._clock = clock
+        self._flush_at: float | None = None  # None: nothing is held back
         self._numbers: dict[Outflow, int] = {}  # chunks that were built
 
     def begin(self, flow: Outflow, then: Callable[[], None]) -> None:
@@ -73,8 +84,17 @@ class Building:
         self.pass_on(then)
 
     def pass_on(self, command: Callable[[], None]) -> None:
-        """Have something done in the loop, after what was built before."""
+        """Have something done in the loop, after what was built before; soon, or with the next `flush`."""
         self._mailbox.put(command)
+        now = self._clock()
+        if self._flush_at is None:
+            self._flush_at = now + HELD
+        elif now >= self._flush_at:
+            self.flush()
+
+    def flush(self) -> None:
+        """There is nothing more to build for now."""
+        self._flush_at = None
         self._mailbox.flush()
 
     def _end(self, flow: Outflow) -> None:

@@ -23,18 +23,25 @@ from ._wire import Wire
 class Courier:
     """A `Loop`. What is a task here lives in one nursery, in the block of `open`; after it nothing runs."""
 
-    def __init__(self, post: Callable[[Command], None], wire: Wire, forget: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        post: Callable[[Command], None],
+        wire: Wire,
+        forget: Callable[[str], None],
+        clock: Callable[[], float],
+    ) -> None:
         """Store.
 
         Args:
             post: Has something done in the loop.
             forget: Clears what the input processors know of a request. Called in the worker.
+            clock: Of what the worker holds back.
         """
         self._wire = wire
         self._post = post
         self._mailbox = Mailbox(self._post_if_open)
-        self._bench = Bench()
-        self._building = Building(Mailbox(self._post_if_open), self._take_built, forget)
+        self._building = Building(Mailbox(self._post_if_open), self._take_built, forget, clock)
+        self._bench = Bench(self._building.flush)
         self._events: deque[Event] = deque()
         self._receiving: Receiving
         self._sending: Sending

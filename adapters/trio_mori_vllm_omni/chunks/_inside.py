@@ -52,7 +52,7 @@ class Inside:
 
         Args:
             adapter: What input processors are given; has its connector and its configuration.
-            clock: Of the waits for a chunk.
+            clock: Of the waits for a chunk, and of what the worker holds back.
 
         Raises:
             ConfigError: its connector is not ours.
@@ -74,7 +74,7 @@ class Inside:
         receives = stage_receives_chunks(config)
         self._sends = self.processing.function is not None or not receives
         self._wire = ConnectorWire(connector, sends=self._sends)
-        self._loop = Courier(connector.home.post, self._wire, self.processing.forget)
+        self._loop = Courier(connector.home.post, self._wire, self.processing.forget, clock)
         stage = Stage(
             number=connector.stage_id,
             receives=receives,

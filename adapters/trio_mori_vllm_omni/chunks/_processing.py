@@ -25,6 +25,9 @@ _TOKENS = (("_all_token_ids", "all_token_ids"), ("_output_token_ids", "output_to
 # Dictionaries that single processors set up on the adapter, by request.
 _SET_UP_BY_PROCESSORS = ("_qwen3_tts_emitted_frames", "_cached_ic", "_moss_tts_state", "higgs_v3_emitted_frames")
 
+# A mark is only ever read, and to make a tensor takes as long as to encode the rest of a small chunk.
+_FLAGS = (torch.tensor(False), torch.tensor(True))
+
 
 class ProcessorFailed(Exception):
     """A model's input processor raised; the cause is what it raised."""
@@ -143,9 +146,9 @@ def _mark(payload: Any, step: Step) -> None:
         payload.meta = MetaStruct()
     meta = payload.meta
     if meta.finished is None or not is_true(meta.codec_streaming):
-        meta.finished = torch.tensor(step.is_terminal, dtype=torch.bool)
+        meta.finished = _FLAGS[step.is_terminal]
     if meta.is_segment_finished is None:
-        meta.is_segment_finished = torch.tensor(step.ends_segment, dtype=torch.bool)
+        meta.is_segment_finished = _FLAGS[step.ends_segment]
 
 
 def _takes_tokens(function: Callable[..., Any]) -> bool:

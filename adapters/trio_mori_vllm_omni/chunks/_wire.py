@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import trio
 
-from trio_mori import Connector, Plan, TrioMoriError
+from trio_mori import Connector, Plan, TrioMoriError, UnsupportedPayload
 
 from .._sync import SyncConnector
 
@@ -26,6 +26,9 @@ class Wire(Protocol):
 
     async def put(self, external_id: str, number: int, planned: Any) -> None:
         """Hand a chunk on; waits for room. If it is cancelled, nothing was put."""
+
+    def put_at_once(self, external_id: str, number: int, planned: Any) -> bool:
+        """As `put`, without waiting. False: nothing was put, and `put` waits, or says why it cannot be."""
 
     async def take(self, external_id: str, number: int, source: dict[str, Any] | None) -> object:
         """Wait for a chunk, and have it. If it is cancelled, its sender has it still."""
@@ -65,6 +68,33 @@ class ConnectorWire:
         """See `Wire`. Raises as `Connector.put`."""
         core = await self._connector.open_core("sender")
         await core.put(*self._edge_out, f"{external_id}_{self._stage}_{number}", planned)
+
+    def put_at_once(self, external_id: str, number: int, planned: Plan) -> bool:
+        """See `Wire`."""
+        if planned.size > COPIED_IN_LOOP:
+            return False
+        try:
+            core = self._sender()
+            if core is None:
+                return False
+            key = f"{external_id}_{self._stage}_{number}"
+            reservation = core.reserve_nowait(*self._edge_out, key, planned)
+        except TrioMoriError:
+            return False
+        if reservation.by_gpu:
+            reservation.release()
+            return False
+        is_filled = False
+        try:
+            reservation.fill()
+            is_filled = True
+        except UnsupportedPayload:
+            return False
+        finally:
+            if not is_filled:
+                reservation.release()
+        reservation.publish()
+        return True
 
     async def take(self, external_id: str, number: int, source: dict[str, Any] | None) -> object:
         """See `Wire`. Raises as `Connector.get`; also whatever reading a payload of a foreign form raises."""
