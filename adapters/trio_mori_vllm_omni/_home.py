@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -41,6 +42,11 @@ logger = logging.getLogger("trio_mori.vllm_omni")
 T = TypeVar("T")
 AnyArrival = Arrival | StockArrival
 
+# So many seconds later the loop is told of a chunk that was read, by a look for one that is not there. The adapter
+# of vllm-omni looks for all requests in a row, so that the loop is woken once for all that came in a burst; woken for
+# each, it takes the interpreter from the thread that looks, and keeps the rest of the burst waiting.
+HELD = 0.001
+
 # How long closing is waited for, in every state. What has not ended by then goes on ending in the loop.
 CLOSE_LIMIT = 1.8
 
@@ -66,6 +72,8 @@ class Shared:
         # Guards the interests, which are polled in foreign threads.
         self._lock = threading.Lock()
         self._interests: Interests[AnyArrival] = Interests()
+        self._read: deque[Callable[[], None]] = deque()  # what is to be done for what was read; see `tell_later`
+        self._tell_at: float | None = None
         self._news = trio.Event()
         self._sweeping = trio.CancelScope()
         nursery.start_soon(self._sweep)
@@ -101,7 +109,10 @@ class Shared:
             async with open_connector(attrs.evolve(self.config, role=role)) as core:
                 opened = True
                 task_status.started(core)
-                await self._ending.wait()
+                try:
+                    await self._ending.wait()
+                finally:
+                    self._tell()
         except Exception as error:
             # Before it is open it is the caller's. Afterwards there is nobody to raise it to, and the loop must go on.
             if not opened:
@@ -197,29 +208,49 @@ class Shared:
         Raises:
             ConnectorClosed: the connector has failed, or the loop.
         """
-        self.check_alive()
+        if self._failure is not None:
+            self.check_alive()
+        now = time.monotonic()
         name = (f"{key}@{edge[0]}_{edge[1]}", *source)
         with self._lock:
-            interest, is_new = self._interests.poll(name, time.monotonic())
+            interest, is_new = self._interests.poll(name, now)
             arrival = interest.arrival
         if is_new:
             post(lambda: self._ask(interest, edge, key))
+        elif arrival is None and self._tell_at is not None and self._tell_at <= now:
+            self._tell_at = None
+            post(self._tell)
         return arrival
 
-    def finish(
-        self, arrival: AnyArrival, edge: tuple[str, str], source: tuple[str, int], ahead: str | None = None
-    ) -> None:
-        """Let the sender forget what was copied, and ask for what will be polled for next.
+    def tell_later(self, arrival: AnyArrival, edge: tuple[str, str], source: tuple[str, int], ahead: str) -> None:
+        """As `finish`, and have asked for what will be polled for next. In any thread; a later poll wakes the loop.
 
-        Both at once: each time that the loop is woken costs as much as the rest of a small chunk's way.
+        *Why that does no harm.* The next key counts as polled for from now on. If nobody does poll for it, it is given
+        up within `PATIENCE`, and whoever comes to do that tells what is left here; so does the end of the connector.
         """
-        with suppress(ConnectorClosed):  # during the copy: it has been copied all the same
-            arrival.finish()
-        if ahead is not None:
-            with self._lock:
-                interest, is_new = self._interests.poll((f"{ahead}@{edge[0]}_{edge[1]}", *source), time.monotonic())
+        now = time.monotonic()
+        with self._lock:
+            interest, is_new = self._interests.poll((f"{ahead}@{edge[0]}_{edge[1]}", *source), now)
+
+        def tell() -> None:
+            self.finish(arrival)
             if is_new:
                 self._ask(interest, edge, ahead)
+
+        self._read.append(tell)
+        if self._tell_at is None:
+            self._tell_at = now + HELD
+
+    def _tell(self) -> None:
+        self._tell_at = None  # first: what is put in from now on is told by somebody else, or here
+        with suppress(IndexError):
+            while True:
+                self._read.popleft()()
+
+    def finish(self, arrival: AnyArrival) -> None:
+        """Let the sender forget what was copied."""
+        with suppress(ConnectorClosed):  # during the copy: it has been copied all the same
+            arrival.finish()
 
     def _ask(self, interest: Interest[AnyArrival], edge: tuple[str, str], key: str) -> None:
         self._news.set()
@@ -251,6 +282,7 @@ class Shared:
 
     async def take(self, edge: tuple[str, str], key: str, metadata: Mapping[str, object]) -> AnyArrival:
         """Wait for a payload. What was polled for under its key is not any more."""
+        self._tell()
         full = f"{key}@{edge[0]}_{edge[1]}"
         self._give_up(lambda other: other == full)
         core = await self.core("receiver")
@@ -283,6 +315,7 @@ class Shared:
                     await self._news.wait()
                     continue
                 await trio.sleep(max(due - time.monotonic(), 0))
+                self._tell()
                 with self._lock:
                     dropped = self._interests.drop_unpolled(time.monotonic())
                 self._return(dropped)
@@ -291,6 +324,7 @@ class Shared:
 
     def cleanup(self, name: str, edge: tuple[str, str] | None) -> None:
         """Drop what nobody has fetched of a request, and what was polled for."""
+        self._tell()
         for core in self._cores.values():
             core.cleanup_nowait(name, *(edge or (None, None)))
         suffix = "" if edge is None else f"@{edge[0]}_{edge[1]}"
@@ -298,6 +332,7 @@ class Shared:
 
     def health(self) -> dict[str, Any]:
         """The core connectors' health, added up."""
+        self._tell()
         total: dict[str, Any] = {}
         for role in ("sender", "receiver"):
             core = self._cores.get(role)
@@ -371,13 +406,15 @@ class Home:
     def __init__(self, portal: Any) -> None:
         self.portal = portal
         self.pid = os.getpid()
-        self.is_over = False
+        self.is_over = False  # also in a forked child, for which it never was
+        self.thread = 0  # the loop's
         self._nursery: trio.Nursery | None = None
         self._shared: dict[ConnectorConfig, Shared] = {}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Its nursery, for as long as the process lives."""
+        self.thread = threading.get_ident()
         try:
             async with trio.open_nursery() as self._nursery:
                 yield
@@ -461,6 +498,8 @@ def _forget_home() -> None:
     """A forked child has none of the threads, and perhaps a lock that nobody will release."""
     global _lock
     _lock = threading.Lock()
+    if _home is not None:
+        _home.is_over = True
 
 
 os.register_at_fork(after_in_child=_forget_home)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -176,7 +177,7 @@ class SyncConnector:
             ConnectorClosed: closed before or during the call, or its loop has died.
         """
         client = self._require_client()
-        size = (metadata or {}).get("data_size")
+        size = metadata.get("data_size") if metadata else None
         if isinstance(size, int) and size > 0:
             limit = self._core_config.transfer_timeout(size)
             return self._wait_for(from_stage, to_stage, get_key, metadata, limit)
@@ -190,7 +191,10 @@ class SyncConnector:
             ahead = _next_of(get_key, from_stage, value)
         finally:
             # Also of what cannot be read: it would come again, and could be read no better.
-            self._post_last(partial(client.shared.finish, arrival, edge, source, ahead))
+            if ahead is None:
+                self._post_last(partial(client.shared.finish, arrival))
+            else:
+                client.shared.tell_later(arrival, edge, source, ahead)
         return value, arrival.size
 
     def get_with_deadline(
@@ -222,11 +226,10 @@ class SyncConnector:
         try:
             return self.received(arrival), arrival.size
         finally:
-            self._post_last(partial(client.shared.finish, arrival, edge, source))
+            self._post_last(partial(client.shared.finish, arrival))
 
     def _find_source(self, key: str, metadata: dict[str, Any] | None) -> tuple[str, int]:
-        known = metadata or {}
-        host, port = known.get("source_host"), known.get("source_port")
+        host, port = (metadata.get("source_host"), metadata.get("source_port")) if metadata else (None, None)
         if host is None and port is None:
             host, port = self.sender_host, self.sender_zmq_port
         if not host or not port:
@@ -422,13 +425,14 @@ class SyncConnector:
     # --- ends ---------------------------------------------------------------------------------------------
 
     def _require_client(self) -> Client:
-        self._refuse_fork()
-        client = self._client
-        if client is None or client.closed:
-            raise ConnectorClosed(f"the connector of stage {self.stage_id} was closed")
-        if self._home.is_over:
-            self._home.portal.post(int)  # raises, and says why
-        if self._home.portal.in_portal:
+        # The adapter polls for each request every millisecond: this asks the system for nothing.
+        client, home = self._client, self._home
+        if client is None or client.closed or home.is_over:
+            self._refuse_fork()
+            if client is None or client.closed:
+                raise ConnectorClosed(f"the connector of stage {self.stage_id} was closed")
+            home.portal.post(int)  # raises, and says why
+        if get_ident() == home.thread:
             raise Misuse(
                 "a connector was called in the loop's own thread, where it would wait for itself; call it from another"
             )

@@ -312,6 +312,48 @@ def test_the_next_chunk_is_asked_for_before_it_is_polled_for_and_none_after_the_
         eventually(lambda: is_whole(up) and is_whole(down), "that nothing more is asked for")
 
 
+@deterministic
+def test_chunks_that_are_read_in_a_row_wake_the_loop_once_by_a_later_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_pair() as (up, down):
+        for request in "abc":
+            up.put("0", "1", f"{request}_0_0", {"meta": {"finished": torch.tensor(False)}})
+            assert down.get("0", "1", f"{request}_0_0") is None
+        eventually(lambda: down.health()["pool"]["leased"] == 3 << 16, "that all have come")
+        with monkeypatch.context() as patched:
+            posted: list[Callable[[], object]] = []
+            patched.setattr(down._home, "post", posted.append)
+            for request in "abc":
+                assert down.get("0", "1", f"{request}_0_0") is not None
+            assert posted == []
+
+            def is_told() -> bool:
+                assert down.get("0", "1", "a_0_1") is None
+                return bool(posted)
+
+            eventually(is_told, "that a poll wakes the loop")
+            assert len(posted) == 1
+        down._home.post(posted[0])
+        eventually(lambda: is_whole(up), "that the sender has heard of all")
+
+
+def test_what_was_read_is_told_though_nobody_polls_any_more() -> None:
+    with open_pair() as (up, down):
+        up.put("0", "1", "r_0_0", {"meta": {"finished": torch.tensor(False)}})
+        poll(down, "r_0_0")
+        eventually(lambda: is_whole(up), "that the sender has heard of it")
+
+
+@deterministic
+def test_what_was_read_is_told_by_the_close() -> None:
+    with made(role="sender", stage_id=0, zmq_port=0, backend_type="shm") as up:
+        info = up.get_connection_info()
+        source = {"sender_host": info["host"], "sender_zmq_port": info["zmq_port"]}
+        with made(role="receiver", stage_id=1, from_stage=0, backend_type="shm", **source) as down:
+            up.put("0", "1", "r_0_0", {"meta": {"finished": torch.tensor(False)}})
+            poll(down, "r_0_0")
+        eventually(lambda: is_whole(up), "that the sender has heard of it")
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 
