@@ -116,6 +116,15 @@ class Connector:
         """
         return self._require_port(key).reserve_nowait(full_key(key, from_stage, to_stage), plan)
 
+    def has_place(self, from_stage: str, to_stage: str, key: str, size: int) -> bool:
+        """Whether nothing lies under a key and so many bytes are free. In any thread; true of this moment only.
+
+        Raises:
+            KeyRefused: a peer would not accept the key.
+        """
+        full = full_key(key, from_stage, to_stage)
+        return not self._closed and self._port is not None and self._port.has_place(full, size)
+
     async def wait_listening(self) -> None:
         """Have the address of this stage, as the first `put` does, so that `put_nowait` and `reserve_nowait` can put.
 

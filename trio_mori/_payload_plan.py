@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -103,6 +104,19 @@ class Plan:
                     done.synchronize()
         finally:
             self._leaves = []
+
+    def own(self) -> Plan:
+        """The same payload in memory of its own, for one that is in host memory: its sources may change. In any thread.
+
+        Raises:
+            UnsupportedPayload: as `copy_into`.
+        """
+        if not self.size:
+            return self
+        copy = bytearray(self.size)
+        if not self.copy_to(ctypes.addressof(ctypes.c_char.from_buffer(copy))):
+            self.copy_into(torch.frombuffer(copy, dtype=torch.uint8))
+        return attrs.evolve(self, leaves=[Leaf(BYTEARRAY, 0, self.size, copy)])
 
     def begin_copy(self, target: torch.Tensor) -> list[torch.cuda.Event]:
         """As `copy_into` where a GPU has a part in it, but return at once: the contents are there when all these

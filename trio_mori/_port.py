@@ -130,6 +130,11 @@ class Port:
         """See `Connector.reserve_nowait`."""
         return self._sender_now(key).reserve_nowait(key, plan)
 
+    def has_place(self, key: str, size: int) -> bool:
+        """See `Connector.has_place`. False, too, where another instance puts for this one."""
+        own = self._own
+        return self._family.members[:1] == [own] and own.standing is Standing.HELD and own.sender.has_place(key, size)
+
     async def wait_listening(self) -> None:
         """See `Connector.wait_listening`."""
         await trio.lowlevel.checkpoint()

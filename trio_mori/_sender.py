@@ -140,6 +140,10 @@ class Sender:
         self._check_open(key)
         return self._stage(key, self._pool.reserve_nowait(plan.size, OUTBOUND), plan)
 
+    def has_place(self, key: str, size: int) -> bool:
+        """See `Connector.has_place`."""
+        return not self.closing and self.book.shelf.find(key) is None and self._pool.extents.free_bytes >= size
+
     def _stage(self, key: str, extent: Extent, plan: _payload.Plan) -> Reservation:
         entry = self.book.stage(key, extent)
         return Reservation(self, entry, plan, self._pool)

@@ -12,6 +12,7 @@ A raw payload (one tensor, or bytes) is its bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -62,6 +63,9 @@ _TENSOR, _ARRAY, _IMAGE = "__tensor__", "__ndarray__", "__pil_image__"
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
 
+# Longer headers are of lists of numbers or of texts, and come once.
+_REMEMBERED = 1024
+
 # What stands in the tree where a large part's bytes go.
 _Fetch = Callable[[int, int], bytes]
 
@@ -76,6 +80,16 @@ def stock_size(header: bytes, source: torch.Tensor | None = None) -> int:
     Raises:
         UnsupportedPayload: the stock form has no place for something in it; only native peers can be given it.
     """
+    return _size_of(header) if source is None and len(header) <= _REMEMBERED else _measured(header, source)
+
+
+# Most payloads of an edge have the same few forms, and to measure one takes as long as the rest of its put.
+@lru_cache(maxsize=256)
+def _size_of(header: bytes) -> int:
+    return _measured(header, None)
+
+
+def _measured(header: bytes, source: torch.Tensor | None) -> int:
     left_out: list[int] = []
 
     def measure(offset: int, nbytes: int) -> bytes:

@@ -23,6 +23,8 @@ from trio_mori import (
     Arrival,
     ConnectorClosed,
     ConnectorConfig,
+    KeyBusy,
+    NoRoom,
     NotReady,
     PayloadLost,
     Plan,
@@ -47,8 +49,31 @@ AnyArrival = Arrival | StockArrival
 # each, it takes the interpreter from the thread that looks, and keeps the rest of the burst waiting.
 HELD = 0.001
 
+# A smaller payload is copied in the loop, with all else that a put does there: that takes 20 us, and to wake the loop
+# once more takes 50 to 100. Not from a GPU: its queue would have to be waited for.
+COPIED_IN_LOOP = 128 * 1024
+
+# Puts that the loop has not come to yet; whoever puts more waits for it.
+MAX_POSTED = 32
+
 # How long closing is waited for, in every state. What has not ended by then goes on ending in the loop.
 CLOSE_LIMIT = 1.8
+
+
+@attrs.define(eq=False)
+class _Posted:
+    """A put that has returned before the loop has come to it. `plan` is set when it is certain."""
+
+    from_stage: str
+    to_stage: str
+    key: str
+    replaces: str | None
+    plan: Plan | None = None
+
+    @property
+    def full(self) -> str:
+        """Its full key."""
+        return f"{self.key}@{self.from_stage}_{self.to_stage}"
 
 
 class Shared:
@@ -74,6 +99,12 @@ class Shared:
         self._interests: Interests[AnyArrival] = Interests()
         self._read: deque[Callable[[], None]] = deque()  # what is to be done for what was read; see `tell_later`
         self._tell_at: float | None = None
+        self._address: tuple[str, int] | None = None  # where the sender listens; known from the first put
+        # What was put and the loop has not come to, by full key, and those that wait for room although there was some.
+        self._posted: dict[str, _Posted] = {}
+        self._posts: deque[_Posted] = deque()
+        self._is_posted = False
+        self._late: dict[str, trio.CancelScope] = {}
         self._news = trio.Event()
         self._sweeping = trio.CancelScope()
         nursery.start_soon(self._sweep)
@@ -162,11 +193,17 @@ class Shared:
         core = self._cores.get("sender")
         if core is None:
             raise NotReady("the sender of this stage is not open yet")
+        edge = from_stage, to_stage
+        if f"{key}@{from_stage}_{to_stage}" in self._late:
+            raise KeyBusy(f"put of {key!r} refused: the payload that was put before waits for room; put again later")
         if replaces is not None:
-            core.cleanup_nowait(replaces, from_stage, to_stage)
-        reservation = core.reserve_nowait(from_stage, to_stage, key, plan)
-        info = core.get_connection_info()
-        return reservation, info["host"], info["zmq_port"]
+            core.cleanup_nowait(replaces, *edge)
+            self._drop_late(lambda full: _is_of(full, replaces, edge))
+        reservation = core.reserve_nowait(*edge, key, plan)
+        if self._address is None:
+            info = core.get_connection_info()
+            self._address = info["host"], info["zmq_port"]
+        return reservation, *self._address
 
     def put_nowait(self, from_stage: str, to_stage: str, key: str, plan: Plan, replaces: str | None) -> tuple[str, int]:
         """As `reserve_nowait`, with the copy and the rest made here and now. Returns where the sender listens.
@@ -182,6 +219,84 @@ class Shared:
             raise
         reservation.publish()
         return host, port
+
+    def post_put(
+        self,
+        post: Callable[[Callable[[], object]], None],
+        from_stage: str,
+        to_stage: str,
+        key: str,
+        plan: Plan,
+        replaces: str | None,
+    ) -> tuple[str, int] | None:
+        """Put a small payload without waiting for the loop, if nothing can be said against it. In any thread.
+
+        *Why it cannot be refused later.* Its key is nobody's: nothing lies under it, and who puts under it meanwhile
+        finds it here and asks the loop, which comes to this one first. There is much more room than all that is posted
+        takes; should it be in pieces that are too small, the payload waits for a larger one.
+
+        Returns:
+            Where the sender listens; None: the loop has to be asked.
+
+        Raises:
+            UnsupportedPayload, KeyRefused: as `put_nowait`.
+            ConnectorClosed: the loop has ended.
+        """
+        core, address = self._cores.get("sender"), self._address
+        if core is None or address is None or self._failure is not None or len(self._posted) >= MAX_POSTED:
+            return None
+        posted = _Posted(from_stage, to_stage, key, replaces)
+        if self._posted.setdefault(posted.full, posted) is not posted:
+            return None
+        is_posted = False
+        try:
+            if not core.has_place(from_stage, to_stage, key, 2 * COPIED_IN_LOOP * len(self._posted)):
+                return None
+            posted.plan = plan.own()
+            self._posts.append(posted)
+            is_posted = True
+        finally:
+            if not is_posted:
+                del self._posted[posted.full]
+        if not self._is_posted:
+            self._is_posted = True
+            post(self._put_posted)
+        return address
+
+    def _put_posted(self) -> None:
+        self._is_posted = False  # first: what comes from now on is posted anew, or found here
+        with suppress(IndexError):
+            while True:
+                self._put_one(self._posts.popleft())
+
+    def _put_one(self, posted: _Posted) -> None:
+        assert posted.plan is not None
+        try:
+            self.put_nowait(posted.from_stage, posted.to_stage, posted.key, posted.plan, posted.replaces)
+        except NoRoom:
+            scope = self._late[posted.full] = trio.CancelScope()
+            self._nursery.start_soon(self._put_late, posted, posted.plan, scope)
+            return
+        except TrioMoriError as error:  # closed meanwhile: put has returned already
+            self.reasons.note("put", error)
+        del self._posted[posted.full]
+
+    async def _put_late(self, posted: _Posted, plan: Plan, scope: trio.CancelScope) -> None:
+        core = self._cores["sender"]
+        try:
+            with scope:
+                await core.put(posted.from_stage, posted.to_stage, posted.key, plan)
+            if scope.cancel_called:  # as there was room for it
+                core.cleanup_nowait(posted.key, posted.from_stage, posted.to_stage)
+        except TrioMoriError as error:
+            self.reasons.note("put", error)
+        finally:
+            del self._posted[posted.full], self._late[posted.full]
+
+    def _drop_late(self, is_meant: Callable[[str], bool]) -> None:
+        for full, scope in self._late.items():
+            if is_meant(full):
+                scope.cancel()
 
     def publish(self, reservation: Reservation) -> None:
         """Let receivers have what was filled."""
@@ -327,8 +442,8 @@ class Shared:
         self._tell()
         for core in self._cores.values():
             core.cleanup_nowait(name, *(edge or (None, None)))
-        suffix = "" if edge is None else f"@{edge[0]}_{edge[1]}"
-        self._give_up(lambda full: full.endswith(suffix) and _belongs(full, name))
+        self._drop_late(lambda full: _is_of(full, name, edge))
+        self._give_up(lambda full: _is_of(full, name, edge))
 
     def health(self) -> dict[str, Any]:
         """The core connectors' health, added up."""
@@ -359,11 +474,12 @@ class Shared:
             return len(self._interests)
 
 
-def _belongs(full: str, name: str) -> bool:
-    """Whether a full key is that name's, or of a chunk of the request of that name."""
-    key, _, edge = full.rpartition("@")
-    ending = key.removeprefix(f"{name}_{edge.partition('_')[0]}_")
-    return key == name or (ending != key and ending.isdigit())
+def _is_of(full: str, name: str, edge: tuple[str, str] | None) -> bool:
+    """Whether a full key is that name's, or of a chunk of the request of that name; on that edge if one is given."""
+    key, _, its_edge = full.rpartition("@")
+    ending = key.removeprefix(f"{name}_{its_edge.partition('_')[0]}_")
+    is_named = key == name or (ending != key and ending.isdigit())
+    return is_named and (edge is None or its_edge == f"{edge[0]}_{edge[1]}")
 
 
 _SEVERITY = ("", "healthy", "degraded", "unhealthy")

@@ -37,7 +37,7 @@ from trio_mori import (
 )
 from trio_mori import Connector as Core
 
-from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, Shared, home_of_this_process
+from ._home import CLOSE_LIMIT, COPIED_IN_LOOP, AnyArrival, Client, Home, Shared, home_of_this_process
 from ._place import Place
 from ._received import ReceivedBuffer
 
@@ -45,10 +45,6 @@ logger = logging.getLogger("trio_mori.vllm_omni")
 
 # A put waits for the loop, which answers within a millisecond, and the first one for memory and a port.
 CALL_LIMIT = 30.0
-
-# A smaller payload is copied in the loop, with all else that a put does there: that takes 20 us, and to wake the loop
-# once more takes 50 to 100. Not from a GPU: its queue would have to be waited for.
-COPIED_IN_LOOP = 128 * 1024
 
 # As long as a loop that is alive takes to answer, with much to spare.
 HEALTH_LIMIT = 1.0
@@ -75,8 +71,9 @@ class SyncConnector:
     """A stage's connector, as vllm-omni calls it.
 
     One instance receives and sends. `put` claims memory in one call to the loop, copies in the calling thread, and
-    posts the rest; a small payload takes that one call. It never waits for a peer or for room. `get` looks into
-    memory: what is not there is asked for once, and the next call after its arrival has it.
+    posts the rest; a small payload under a new key, while there is much room, is only posted. It never waits for a peer
+    or for room. `get` looks into memory: what is not there is asked for once, and the next call after its arrival has
+    it.
 
     Attributes:
         config: The whole `extra` that it was made of.
@@ -139,7 +136,9 @@ class SyncConnector:
             plan, is_on_host = self._plan(data)
             place = (from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage))
             if is_on_host and plan.size <= COPIED_IN_LOOP:
-                host, port = self._in_loop(client.shared, partial(client.shared.put_nowait, *place))
+                host, port = client.shared.post_put(self._home.post, *place) or self._in_loop(
+                    client.shared, partial(client.shared.put_nowait, *place)
+                )
             else:
                 reservation, host, port = self._in_loop(client.shared, partial(client.shared.reserve_nowait, *place))
                 try:

@@ -354,6 +354,57 @@ def test_what_was_read_is_told_by_the_close() -> None:
         eventually(lambda: is_whole(up), "that the sender has heard of it")
 
 
+@deterministic
+def test_a_small_put_under_a_new_key_waits_for_nothing_and_the_source_may_change() -> None:
+    with open_pair() as (up, down):
+        assert up.put("0", "1", "first", b"x")[0]
+        source = torch.arange(1000)
+        with held_loop(up):
+            ok, size, metadata = up.put("0", "1", "r_0_0", {"t": source})
+            source.zero_()
+        assert (ok, size) == (True, metadata["data_size"] if metadata else 0)
+        got = down.get("0", "1", "r_0_0", metadata)
+        assert got is not None
+        assert isinstance(got[0], dict)
+        assert got[0]["t"].equal(torch.arange(1000))
+
+
+@contextmanager
+def pair_in_pieces() -> Iterator[tuple[SyncConnector, SyncConnector]]:
+    """Half of the sender's pool is free, in pieces of 4 KB between 128 payloads, `p1_0_1`, `p3_0_1` and so on."""
+    with open_pair() as (up, down):
+        for piece in range(POOL // 4096):
+            assert up.put("0", "1", f"p{piece}_0_1", b"x")[0]
+        for piece in range(0, POOL // 4096, 2):
+            poll(down, f"p{piece}_0_1")
+        eventually(lambda: up.health()["pool"]["free"] == POOL // 2, "that every second piece is free")
+        yield up, down
+
+
+@deterministic
+def test_a_put_that_found_room_only_in_pieces_is_not_lost() -> None:
+    with pair_in_pieces() as (up, down):
+        assert up.put("0", "1", "big", bytes(100_000))[0]
+        assert up.put("0", "1", "big", b"y") == (False, 0, None)
+        assert refusals(up) == {"put: KeyBusy": 1}
+        for piece in range(1, POOL // 4096, 2):
+            poll(down, f"p{piece}_0_1")
+        assert poll(down, "big")[1] == 100_000
+        eventually(lambda: is_whole(up) and is_whole(down), "that both pools are free")
+
+
+@deterministic
+def test_a_put_that_waits_for_a_larger_piece_is_cleaned_up_with_its_request() -> None:
+    with pair_in_pieces() as (up, down):
+        assert up.put("0", "1", "r_0_1", bytes(100_000))[0]
+        up.cleanup("r")
+        for piece in range(1, POOL // 4096, 2):
+            poll(down, f"p{piece}_0_1")
+        eventually(lambda: is_whole(up), "that the pool is free")
+        assert up.put("0", "1", "r_0_1", b"new")[0]
+        assert poll(down, "r_0_1")[1] == 3
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 
