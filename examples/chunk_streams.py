@@ -62,4 +62,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main)
+    # Ctrl-C arrives where main waits, and not in the middle of trio's bookkeeping.
+    trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)

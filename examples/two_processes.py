@@ -46,6 +46,6 @@ async def child(port: int) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        trio.run(child, int(sys.argv[1]))
+        trio.run(child, int(sys.argv[1]), restrict_keyboard_interrupt_to_checkpoints=True)
     else:
-        trio.run(parent)
+        trio.run(parent, restrict_keyboard_interrupt_to_checkpoints=True)

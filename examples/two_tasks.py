@@ -45,4 +45,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    trio.run(main)
+    trio.run(main, restrict_keyboard_interrupt_to_checkpoints=True)

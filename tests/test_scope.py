@@ -3,6 +3,7 @@
 # ruff: noqa: PT012 - the errors come out of the whole scope
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -344,3 +345,53 @@ async def test_an_error_in_an_inner_service_passes_an_outer_one_ungrouped() -> N
                 await trio.sleep_forever()
     assert caught.value is error
     assert log == ["drain", "drained"]
+
+
+class InterruptAt(trio.abc.Instrument):
+    """Presses Ctrl-C when the main task has come to a halt for the n-th time; trio delivers it there.
+
+    Attributes:
+        reached: Whether it came so far.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.reached = False
+        self._number = number
+        self._main: trio.lowlevel.Task | None = None
+
+    def task_spawned(self, task: trio.lowlevel.Task) -> None:
+        if task.name.endswith("press_somewhere"):
+            self._main = task
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self._main:
+            if self._number == 0:
+                self.reached = True
+                signal.raise_signal(signal.SIGINT)
+            self._number -= 1
+
+
+def test_ctrl_c_at_any_halt_of_the_main_task_ends_a_service() -> None:
+    async def press_somewhere() -> None:
+        async with open_service(drain=trio.lowlevel.checkpoint) as service:
+            service.start_soon(trio.sleep_forever)
+            await trio.lowlevel.checkpoint()
+
+    def give_up(*_: object) -> None:
+        raise AssertionError("a service waits for ever after Ctrl-C")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    try:
+        for number in (number for number in range(100) for _ in range(8)):  # trio shuffles tasks that are ready
+            instrument = InterruptAt(number)
+            try:
+                trio.run(press_somewhere, instruments=[instrument])
+            except KeyboardInterrupt:
+                assert instrument.reached
+            if not instrument.reached:
+                break
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert 3 <= number < 100

@@ -295,6 +295,7 @@ class Connector:
         """The receiving end of a request's chunk stream: an ``async with`` block around an ``async for``.
 
         The next chunk is always asked for in advance. Leaving the block early gives back what has not been handed out.
+        The sender is not told: what it sends on waits in its pool until it expires, or until a `cleanup` there.
 
         Args:
             to_stage: By default the configured `stage_id`.

@@ -47,6 +47,8 @@ async def open_service(
     body_ended = trio.Event()
 
     async def serve(task_status: trio.TaskStatus[trio.Nursery]) -> None:
+        # Ctrl-C can end start() before this begins; who is shielded would never hear of it, and start() would wait.
+        await trio.lowlevel.checkpoint_if_cancelled()
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as service:
                 task_status.started(service)
@@ -58,9 +60,9 @@ async def open_service(
 
     try:
         async with trio.open_nursery() as both:
-            with trio.CancelScope(shield=True):  # in a scope already cancelled, start() would never return
-                service = await both.start(serve)
             try:
+                with trio.CancelScope(shield=True):  # in a scope already cancelled, start() would never return
+                    service = await both.start(serve)
                 yield service
             finally:
                 body_ended.set()
