@@ -38,7 +38,7 @@ def pair(project: Environment) -> Iterator[Pair]:
     pair.kill()
 
 
-@pytest.mark.parametrize("name", ["wake-up", "async-unix", "blocking"])
+@pytest.mark.parametrize("name", ["wake-up", "async-unix", "blocking", "senders-4-unix", "receivers-4-zmq"])
 def test_every_chunk_of_a_turn_has_a_begin_and_a_later_end(project: Environment, name: str) -> None:
     pair = Pair(PEERS[name], project)
     try:

@@ -182,6 +182,23 @@ def allocator() -> Iterator[Group]:
     yield Group("allocator", MB, cases)
 
 
+def peers() -> Iterator[Group]:
+    """The same streams from one sender or from many, and to one receiver or to many."""
+    turn = Turn("streams", streams=16, chunks=40, structured=True)
+    clock = "chunks from the first put to the last get; latencies are those of a queue, and say nothing here"
+    cases = tuple(
+        Case(
+            f"peers-{many}",
+            f"16 streams flat out, 64 KB, {way}",
+            clock,
+            turn,
+            tuple(f"{many}-{count}-{link}" for link in ("zmq", "unix") for count in (1, 4, 16)),
+        )
+        for many, way in (("senders", "one receiver of many senders"), ("receivers", "many receivers of one sender"))
+    )
+    yield Group("peers", 32 * MB, cases)
+
+
 def threads() -> Iterator[Group]:
     """Callers in threads."""
     clock = "each put and each get alone, of payloads that are there; the rate: all of them, from first to last"
@@ -222,6 +239,7 @@ SCENARIOS = {
     "flat-out": flat_out,
     "parked": parked,
     "allocator": allocator,
+    "peers": peers,
     "threads": threads,
     "busy": busy,
 }

@@ -30,6 +30,10 @@ def rate(turn: Turn) -> float:
     return float(turn["rate"])
 
 
+def cpu(turn: Turn) -> float:
+    return float(turn["cpu_us"])
+
+
 def put_and_get(turn: Turn) -> float:
     return float(turn["put_p50_us"] + turn["p50_us"])
 
@@ -130,6 +134,11 @@ def goals() -> Iterator[Goal]:
         yield Goal(row, column, "parked-1000", PEER[column], (), idle, 5, unit=" ms")
     row = "free + allocate, 10,000 live extents"
     yield Goal(row, ZMQ, "allocator-10000", "extents", (), p50, 20, unit=" us")
+    for many in ("senders", "receivers"):
+        for column, link in ((ZMQ, "zmq"), (UNIX, "unix")):
+            row = "16 streams flat out, CPU per chunk, 16 peers / 1"
+            case, peer, base = f"peers-{many}", f"{many}-16-{link}", f"{many}-1-{link}"
+            yield Goal(row, column, case, peer, (base,), cpu, 1.3, note=many)
     for column in COLUMNS:
         row = "receiver busy 80%, one stream, p50 / best stock"
         yield Goal(row, column, "busy-1", PEER[column], STOCK, p50, 1.0)

@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -50,6 +51,17 @@ _AWAKE = {"link": "unix", "awake": 10_000}  # longer than any pause between the 
 _STOCK_MEMORY = {"connector": "SharedMemoryConnector"}
 _STOCK_MORI = {"connector": "MoriTransferEngineConnector"}
 _SHIM = {"connector": "TrioMoriConnector"}
+
+
+def _fans() -> Iterator[Peer]:
+    for many, role in (("senders", "send"), ("receivers", "receive")):
+        for link in ("zmq", "unix"):
+            for count in (1, 4, 16):
+                title = f"trio_mori async, {link} link, {count} {many[: None if count > 1 else -1]}"
+                options = {"link": link, "many": role, "count": count}
+                yield Peer(f"{many}-{count}-{link}", title, "project", "ours:Fan", options, True)
+
+
 _OUR_ADAPTER = {**_SHIM, "ours": True}
 
 PEERS = {
@@ -75,6 +87,7 @@ PEERS = {
         Peer("memcpy", "floor: memmove", "project", "floors:Copy"),
         Peer("extents", "trio_mori's allocator", "project", "allocators:Ours", {}, True),
         Peer("stock-extents", "stock allocator", "vllm", "allocators:Stock"),
+        *_fans(),
     )
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ class Async(Half):
             for stream in range(turn.streams):
                 payload.mark(turn.number(stream, chunk))
                 starts[stream][chunk] = time.monotonic_ns()
-                await self._connector.put(*EDGE, turn.key(stream, chunk), payload.value)
+                await self._connector_of(stream).put(*EDGE, turn.key(stream, chunk), payload.value)
         return {"starts": starts}
 
     async def _receive_streams(self, turn: Turn, ready: Ready) -> dict[str, Any]:
@@ -129,11 +129,18 @@ class Async(Half):
                 ready()
         return {"ends": ends}
 
+    def _connector_of(self, stream: int) -> trio_mori.Connector:
+        return self._connector
+
+    def _source_of(self, stream: int) -> dict[str, Any] | None:
+        """Where its chunks come from, if that is not what the connector was configured with."""
+        return None
+
     async def _get(self, turn: Turn, stream: int, chunk: int) -> int:
         """Get it, owned or leased; when it was there."""
         key, number = turn.key(stream, chunk), turn.number(stream, chunk)
         if not self._leased:
-            value = await self._connector.get(*EDGE, key)
+            value = await self._connector_of(stream).get(*EDGE, key, self._source_of(stream))
             end = time.monotonic_ns()
             check(value, turn, number)
             return end
@@ -177,6 +184,37 @@ class Async(Half):
             result = await watch(turn)
             nursery.cancel_scope.cancel()
         return result
+
+
+class Fan(Async):
+    """``streams`` between one connector and many, all of which are in one process and take turns with the streams.
+
+    Args:
+        many: The role that has them.
+        count: How many.
+    """
+
+    def __init__(self, role: str, link: str, many: str, count: int) -> None:
+        super().__init__(role, link)
+        self._count = count if role == many else 1
+        self._connectors: list[trio_mori.Connector] = []
+        self._sources: list[Any] = []
+
+    async def _open(self, pool: int, other: Any) -> Any:
+        if self.role == "receive":
+            self._sources = other
+        for _ in range(self._count):
+            await super()._open(pool, self._sources[0] if self.role == "receive" else None)
+            self._connectors.append(self._connector)
+        infos = [connector.get_connection_info() for connector in self._connectors]
+        return [[info["host"], info["zmq_port"]] for info in infos] if self.role == "send" else None
+
+    def _connector_of(self, stream: int) -> trio_mori.Connector:
+        return self._connectors[stream % self._count]
+
+    def _source_of(self, stream: int) -> dict[str, Any] | None:
+        host, port = self._sources[stream % len(self._sources)]
+        return {"source_host": host, "source_port": port}
 
 
 async def watch(turn: Turn) -> dict[str, Any]:
