@@ -463,7 +463,11 @@ def _next_of(key: str, stage: str, value: object) -> str | None:
         return None
     meta = value.get("meta")
     finished = meta.get("finished") if isinstance(meta, dict) else None
-    is_last = bool(finished.any()) if isinstance(finished, torch.Tensor) else bool(finished)
+    if isinstance(finished, torch.Tensor):
+        # `any` and `item` give the interpreter away, and may wait for it for longer than all of the get has taken.
+        is_last = bool(finished.tolist()) if not finished.dim() else bool(finished.any())
+    else:
+        is_last = bool(finished)
     return None if is_last else f"{request}_{int(number) + 1}"
 
 

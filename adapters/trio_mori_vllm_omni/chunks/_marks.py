@@ -17,6 +17,8 @@ MAX_REASON = 500
 def is_true(value: Any) -> bool:
     """Whether a mark is set: a boolean, or a tensor of one."""
     if isinstance(value, torch.Tensor):
+        if not value.dim():
+            return bool(value.tolist())  # `item` gives the interpreter away for its 0.2 us, and may wait 5 ms for it
         return value.numel() == 1 and bool(value.item())
     return bool(value)
 
