@@ -424,7 +424,7 @@ def test_a_chunk_is_copied_without_giving_the_interpreter_away() -> None:
     source, target = torch.ones(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.uint8)
     start, end = source.data_ptr(), target.data_ptr()
     longest = 0.0
-    with busy_thread(2):
+    with busy_thread(20):  # longer than all of it takes, after which it would be taken away
         for _ in range(20_000):  # of short releases one in hundreds is noticed by the thread that waits
             began = time.monotonic()
             memmove(end, start, 1 << 16)
