@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from trio_mori_vllm_omni.chunks._building import HELD, Building, Built
+from trio_mori_vllm_omni.chunks._building import HELD, QUICK, Building, Built
 from trio_mori_vllm_omni.chunks._flows import Outflow, Outgoing
 from trio_mori_vllm_omni.chunks._mailbox import Mailbox
 
@@ -97,3 +97,35 @@ def test_what_is_built_while_more_is_queued_is_held_back_for_a_millisecond() -> 
     assert len(worker.posted) == 1
     worker.run_loop()
     assert worker.log == ["begin id", *(("id", Built(at, False)) for at in range(3))]
+
+
+def test_what_took_long_to_build_does_not_wait_for_the_next() -> None:
+    def slow(at: int) -> object:
+        worker.now += 2 * QUICK
+        return at
+
+    worker, flow = Worker(), Outflow("id", "r")
+    worker.begin(flow)
+    worker.building.build(flow, Outgoing(slow, False))
+    assert len(worker.posted) == 1
+    worker.posted.pop()()
+    worker.building.build(flow, Outgoing(number, False))
+    assert len(worker.posted) == 1
+    worker.posted.pop()()
+    for _ in range(10):
+        worker.building.build(flow, Outgoing(number, False))
+    worker.run_loop()
+    worker.building.build(flow, Outgoing(number, False))
+    assert worker.posted == []
+
+
+def test_a_chunk_does_not_wait_for_steps_that_make_none() -> None:
+    def nothing(_: int) -> None:
+        worker.now += HELD
+
+    worker, flow = Worker(), Outflow("id", "r")
+    worker.begin(flow)
+    worker.building.build(flow, Outgoing(number, False))
+    assert worker.posted == []
+    worker.building.build(flow, Outgoing(nothing, False))
+    assert len(worker.posted) == 1
