@@ -83,6 +83,18 @@ async def test_the_source_may_be_overwritten_when_put_returns() -> None:
         assert torch.equal(await pair.get("k"), filled(3 << 14, 1))
 
 
+async def test_whether_a_put_has_a_place_is_told_to_any_thread() -> None:
+    async with open_pair() as pair:
+        has_place = pair.sender.has_place
+        assert await trio.to_thread.run_sync(has_place, "0", "1", "k", POOL)
+        assert not has_place("0", "1", "k", POOL + 1)
+        assert not pair.receiver.has_place("0", "1", "k", 1)
+        await pair.put("k", b"x")
+        assert not has_place("0", "1", "k", 1)
+        assert has_place("0", "1", "l", 1)
+    assert not has_place("0", "1", "l", 1)
+
+
 async def test_what_get_returned_does_not_alias_the_pool() -> None:
     async with open_pair() as pair:
         await pair.put("k", filled(1000, 1))

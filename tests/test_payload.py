@@ -399,6 +399,29 @@ def test_a_missing_library_is_named_where_its_object_arrives(
         restore(header, area)
 
 
+@deterministic
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(24).view(4, 6),
+        lambda: torch.arange(24).view(4, 6).t(),
+        lambda: {"a": torch.arange(5)[::2], "b": bytes(2000), "c": bytearray(b"xyz"), "d": np.arange(7), "n": None},
+        lambda: {"nothing": [1, 2]},
+    ],
+)
+def test_a_plan_of_its_own_stays_as_it_was_made(make: Callable[[], Any]) -> None:
+    data = make()
+    own = plan(data).own()
+    for part in data.values() if isinstance(data, dict) else [data]:
+        if isinstance(part, torch.Tensor):
+            part.zero_()
+        elif isinstance(part, np.ndarray | bytearray):
+            part[:] = bytes(len(part)) if isinstance(part, bytearray) else 0
+    target = torch.zeros(own.size, dtype=torch.uint8)
+    own.copy_into(target)
+    assert bits(restore(own.header, target).value) == bits(make())
+
+
 @contextmanager
 def busy_thread(interval: float) -> Iterator[None]:
     """Beside a thread that computes: whoever gives the interpreter away has it back after so many seconds."""
