@@ -58,7 +58,9 @@ def write_pair(path: str, name: str) -> tuple[Path, Path]:
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"name: {name!r} is not allowed; give up to 64 letters without spaces", key="name", value=name
+            f"name: {name!r} is not allowed; give --name with up to 64 ASCII characters and without spaces",
+            key="name",
+            value=name,
         )
     secret_path, public_path = Path(f"{path}.secret"), Path(f"{path}.public")
     for target in (secret_path, public_path):
