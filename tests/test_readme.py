@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import socket
 import subprocess
@@ -11,7 +13,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from trio_mori import ConnectorConfig
+from trio_mori import ConfigError, ConnectorConfig, load_deploy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -64,3 +66,43 @@ def test_the_configuration_table_names_keys_and_defaults_that_are_so() -> None:
         value = DEFAULTS[name]
         wanted = spelled.get(value, f"{value:g}" if isinstance(value, float) else str(value))
         assert default == wanted, name
+
+
+def block(page: str, language: str, number: int = 0) -> str:
+    """A code block of a page in docs/."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[number]
+
+
+@pytest.mark.deterministic
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings_that_exist(page: Path) -> None:
+    for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        target = page.parent / path if path else page
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in slugs, f"{page.name} links to {path}#{anchor}"
+
+
+@pytest.mark.deterministic
+def test_the_deploy_file_in_the_documentation_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "deploy.yaml"
+    path.write_text(block("configuration.md", "yaml"))
+    deploy = load_deploy(path)
+    assert [deploy.config_for_stage(stage).role for stage in deploy.stages] == ["sender", "both", "receiver"]
+    told = {"ConnectorConfig": ConnectorConfig, "load_deploy": lambda _: deploy}
+    exec(block("configuration.md", "python").replace("trio_mori.", ""), told)
+    path.write_text(path.read_text().replace("50051", "70000"))
+    with pytest.raises(
+        ConfigError, match=r"deploy.yaml, line \d+: connectors.node: zmq_port: 70000 is not allowed; give"
+    ):
+        load_deploy(path)
+
+
+@pytest.mark.deterministic
+def test_the_formatter_in_the_documentation_writes_an_event_with_its_fields() -> None:
+    names = {"logging": logging, "json": json}
+    exec(block("operations.md", "python"), names)
+    record = logging.makeLogRecord({"msg": "lost %s", "args": ("it",), "event": "peer_lost", "peer": "p", "seconds": 3})
+    written = json.loads(names["Json"]().format(record))  # type: ignore[operator]
+    assert written == {"event": "peer_lost", "text": "lost it", "peer": "p", "seconds": 3}
