@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from math import inf
 from typing import Any, TypeVar
 
 import attrs
@@ -44,9 +45,9 @@ logger = logging.getLogger("trio_mori.vllm_omni")
 T = TypeVar("T")
 AnyArrival = Arrival | StockArrival
 
-# So many seconds later the loop is told of a chunk that was read, by a look for one that is not there. The adapter
-# of vllm-omni looks for all requests in a row, so that the loop is woken once for all that came in a burst; woken for
-# each, it takes the interpreter from the thread that looks, and keeps the rest of the burst waiting.
+# The loop is told of a chunk that was read at once, and of those that are read within so many seconds after it in one
+# piece, by the next look after that. The adapter of vllm-omni looks for all requests in a row; woken for each, the loop
+# takes the interpreter from the thread that looks, and keeps the rest of a burst waiting.
 HELD = 0.001
 
 # A smaller payload is copied in the loop, with all else that a put does there: that takes 20 us, and to wake the loop
@@ -97,8 +98,9 @@ class Shared:
         # Guards the interests, which are polled in foreign threads.
         self._lock = threading.Lock()
         self._interests: Interests[AnyArrival] = Interests()
-        self._read: deque[Callable[[], None]] = deque()  # what is to be done for what was read; see `tell_later`
-        self._tell_at: float | None = None
+        self._read: deque[Callable[[], None]] = deque()  # what is to be done for what was read; see `tell_soon`
+        self._told_at = -inf
+        self._tell_at: float | None = None  # when what was read since then is due
         self._address: tuple[str, int] | None = None  # where the sender listens; known from the first put
         # What was put and the loop has not come to, by full key, and those that wait for room although there was some.
         self._posted: dict[str, _Posted] = {}
@@ -333,12 +335,19 @@ class Shared:
         if is_new:
             post(lambda: self._ask(interest, edge, key))
         elif arrival is None and self._tell_at is not None and self._tell_at <= now:
-            self._tell_at = None
-            post(self._tell)
+            self._have_told(post, now)
         return arrival
 
-    def tell_later(self, arrival: AnyArrival, edge: tuple[str, str], source: tuple[str, int], ahead: str) -> None:
-        """As `finish`, and have asked for what will be polled for next. In any thread; a later poll wakes the loop.
+    def tell_soon(
+        self,
+        post: Callable[[Callable[[], object]], None],
+        arrival: AnyArrival,
+        edge: tuple[str, str],
+        source: tuple[str, int],
+        ahead: str,
+    ) -> None:
+        """As `finish`, and have asked for what will be polled for next. In any thread; in a burst a later poll wakes
+        the loop.
 
         *Why that does no harm.* The next key counts as polled for from now on. If nobody does poll for it, it is given
         up within `PATIENCE`, and whoever comes to do that tells what is left here; so does the end of the connector.
@@ -353,8 +362,16 @@ class Shared:
                 self._ask(interest, edge, ahead)
 
         self._read.append(tell)
-        if self._tell_at is None:
-            self._tell_at = now + HELD
+        due = self._told_at + HELD
+        if now >= due:
+            self._have_told(post, now)
+        else:
+            self._tell_at = due
+
+    def _have_told(self, post: Callable[[Callable[[], object]], None], now: float) -> None:
+        self._told_at, self._tell_at = now, None
+        with suppress(ConnectorClosed):  # the close has told
+            post(self._tell)
 
     def _tell(self) -> None:
         self._tell_at = None  # first: what is put in from now on is told by somebody else, or here

@@ -193,7 +193,7 @@ class SyncConnector:
             if ahead is None:
                 self._post_last(partial(client.shared.finish, arrival))
             else:
-                client.shared.tell_later(arrival, edge, source, ahead)
+                client.shared.tell_soon(self._home.post, arrival, edge, source, ahead)
         return value, arrival.size
 
     def get_with_deadline(
