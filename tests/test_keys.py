@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -65,6 +66,20 @@ def test_a_name_that_would_break_a_list_is_refused(tmp_path: Path, name: str) ->
     with pytest.raises(ConfigError, match="without spaces"):
         write_pair(str(tmp_path / "a"), name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_half_of_a_pair_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_ = os.open
+
+    def full(path: Path, *rest: int) -> int:
+        if path.suffix == ".public":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return open_(path, *rest)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(ConfigError, match=r"a\.public: No space left on device; give a path"):
+        write_pair(str(tmp_path / "a"), "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_public_files_put_together_are_a_list(tmp_path: Path) -> None:

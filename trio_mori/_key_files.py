@@ -74,7 +74,10 @@ def write_pair(path: str, name: str) -> tuple[Path, Path]:
         try:
             fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         except OSError as error:
-            raise ConfigError(f"cannot write {target}: {error.strerror}", key="path", value=path) from error
+            if target is public_path:
+                secret_path.unlink()  # half of a pair would be in the way of the next
+            remedy = "give a path in a directory that is there and that you may write to"
+            raise ConfigError(f"cannot write {target}: {error.strerror}; {remedy}", key="path", value=path) from error
         with os.fdopen(fd, "w") as file:
             file.write(text)
     return secret_path, public_path

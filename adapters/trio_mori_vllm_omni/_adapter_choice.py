@@ -65,10 +65,20 @@ def is_wanted(extra: dict[str, Any]) -> bool:
     """Whether a stage is to have ours: its YAML says so, or else the environment.
 
     Raises:
-        ConfigError: the YAML says neither yes nor no.
+        ConfigError: whichever is asked says neither yes nor no.
     """
     said = said_in(extra, KEY)
-    return os.environ.get(SWITCH, "").lower() in _TRUE if said is None else said
+    return is_switched_on(SWITCH) if said is None else said
+
+
+def is_switched_on(switch: str) -> bool:
+    """Whether the environment says yes to a question for the whole deployment.
+
+    Raises:
+        ConfigError: it says neither yes nor no.
+    """
+    value = os.environ.get(switch, "")
+    return value != "" and _meaning(switch, value, "set it to 1 or 0")
 
 
 def said_in(extra: Mapping[str, Any], key: str) -> bool | None:
@@ -78,13 +88,15 @@ def said_in(extra: Mapping[str, Any], key: str) -> bool | None:
         ConfigError: it is neither yes nor no.
     """
     value = extra.get(key)
-    if value is None:
-        return None
+    return None if value is None else _meaning(key, value, "give true or false")
+
+
+def _meaning(key: str, value: object, remedy: str) -> bool:
     word = str(value).lower()
     if word not in (*_TRUE, *_FALSE):
         from trio_mori import ConfigError
 
-        raise ConfigError(f"{key}: {value!r} is not allowed; give true or false", key=key, value=value)
+        raise ConfigError(f"{key}: {value!r} is not allowed; {remedy}", key=key, value=value)
     return word in _TRUE
 
 

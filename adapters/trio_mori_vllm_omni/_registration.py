@@ -10,7 +10,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -74,7 +73,7 @@ def enter_names(factory: ModuleType) -> None:
     try:
         registry = _registry(factory)
     except SeamMoved:
-        if is_switched_on():
+        if _adapter_choice.is_switched_on(SWITCH):
             raise
         logger.exception("%s is not available in this vllm-omni", NAME)
         return
@@ -82,11 +81,6 @@ def enter_names(factory: ModuleType) -> None:
     stock = registry.get(STOCK_NAME)
     if not isinstance(stock, _StockOrOurs):
         registry[STOCK_NAME] = _StockOrOurs(stock)
-
-
-def is_switched_on() -> bool:
-    """Whether the environment says that the stock name means ours."""
-    return os.environ.get(SWITCH, "").lower() in ("1", "true", "yes", "on")
 
 
 def construct(extra: dict[str, Any]) -> Any:
@@ -99,7 +93,7 @@ def construct(extra: dict[str, Any]) -> Any:
 def is_replaced(extra: dict[str, Any]) -> bool:
     """Whether the stock name means ours for a connector with this `extra`."""
     said = _adapter_choice.said_in(extra, KEY)
-    return is_switched_on() if said is None else said
+    return _adapter_choice.is_switched_on(SWITCH) if said is None else said
 
 
 def is_ours(name: str, extra: dict[str, Any]) -> bool:

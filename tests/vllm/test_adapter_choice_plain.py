@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from trio_mori_vllm_omni._adapter_choice import Choice, is_wanted
+from trio_mori_vllm_omni._adapter_choice import Choice, is_switched_on, is_wanted
 
 from trio_mori import ConfigError
 
@@ -55,3 +55,15 @@ def test_a_yes_or_a_no_in_the_yaml_wins(value: object, wanted: bool, monkeypatch
 def test_what_is_neither_yes_nor_no_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"chunk_adapter: .* is not allowed; give true or false"):
         is_wanted({"chunk_adapter": value})
+
+
+def test_a_misspelt_yes_in_the_environment_is_refused_and_none_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    for switch in ("TRIO_MORI_CHUNK_ADAPTER", "TRIO_MORI_REPLACE_STOCK"):
+        monkeypatch.setenv(switch, "yess")
+        with pytest.raises(ConfigError, match=f"{switch}: 'yess' is not allowed; set it to 1 or 0"):
+            is_switched_on(switch)
+        monkeypatch.setenv(switch, "")
+        assert not is_switched_on(switch)
+    monkeypatch.setenv("TRIO_MORI_CHUNK_ADAPTER", "2")
+    with pytest.raises(ConfigError, match="TRIO_MORI_CHUNK_ADAPTER"):
+        is_wanted({})
