@@ -24,11 +24,8 @@ from trio_mori import (
     Arrival,
     ConnectorClosed,
     ConnectorConfig,
-    KeyBusy,
-    NoRoom,
     NotReady,
     PayloadLost,
-    Plan,
     Reservation,
     StockArrival,
     TrioMoriError,
@@ -37,7 +34,8 @@ from trio_mori import (
 from trio_mori import Connector as Core
 from trio_mori.blocking import Portal
 
-from ._interests import PAUSE, Interest, Interests, State
+from ._interests import PAUSE, Interest, Interests, State, is_of
+from ._posted_puts import PostedPuts, Put
 from ._reasons import Reasons
 
 logger = logging.getLogger("trio_mori.vllm_omni")
@@ -50,31 +48,8 @@ AnyArrival = Arrival | StockArrival
 # takes the interpreter from the thread that looks, and keeps the rest of a burst waiting.
 HELD = 0.001
 
-# A smaller payload is copied in the loop, with all else that a put does there: that takes 20 us, and to wake the loop
-# once more takes 50 to 100. Not from a GPU: its queue would have to be waited for.
-COPIED_IN_LOOP = 128 * 1024
-
-# Puts that the loop has not come to yet; whoever puts more waits for it.
-MAX_POSTED = 32
-
 # How long closing is waited for, in every state. What has not ended by then goes on ending in the loop.
 CLOSE_LIMIT = 1.8
-
-
-@attrs.define(eq=False)
-class _Posted:
-    """A put that has returned before the loop has come to it. `plan` is set when it is certain."""
-
-    from_stage: str
-    to_stage: str
-    key: str
-    replaces: str | None
-    plan: Plan | None = None
-
-    @property
-    def full(self) -> str:
-        """Its full key."""
-        return f"{self.key}@{self.from_stage}_{self.to_stage}"
 
 
 class Shared:
@@ -102,11 +77,7 @@ class Shared:
         self._told_at = -inf
         self._tell_at: float | None = None  # when what was read since then is due
         self._address: tuple[str, int] | None = None  # where the sender listens; known from the first put
-        # What was put and the loop has not come to, by full key, and those that wait for room although there was some.
-        self._posted: dict[str, _Posted] = {}
-        self._posts: deque[_Posted] = deque()
-        self._is_posted = False
-        self._late: dict[str, trio.CancelScope] = {}
+        self._posted = PostedPuts(self.put_nowait, nursery, self.reasons)
         self._news = trio.Event()
         self._sweeping = trio.CancelScope()
         nursery.start_soon(self._sweep)
@@ -179,13 +150,8 @@ class Shared:
 
     # --- puts ---------------------------------------------------------------------------------------------
 
-    def reserve_nowait(
-        self, from_stage: str, to_stage: str, key: str, plan: Plan, replaces: str | None
-    ) -> tuple[Reservation, str, int]:
+    def reserve_nowait(self, put: Put) -> tuple[Reservation, str, int]:
         """Claim room and key, or refuse. Returns also where the sender listens.
-
-        Args:
-            replaces: A request whose unread chunks on this edge are of an earlier life.
 
         Raises:
             NotReady: `wait_listening` comes first.
@@ -195,25 +161,23 @@ class Shared:
         core = self._cores.get("sender")
         if core is None:
             raise NotReady("the sender of this stage is not open yet")
-        edge = from_stage, to_stage
-        if f"{key}@{from_stage}_{to_stage}" in self._late:
-            raise KeyBusy(f"put of {key!r} refused: the payload that was put before waits for room; put again later")
-        if replaces is not None:
-            core.cleanup_nowait(replaces, *edge)
-            self._drop_late(lambda full: _is_of(full, replaces, edge))
-        reservation = core.reserve_nowait(*edge, key, plan)
+        self._posted.check_free(put)
+        if put.replaces is not None:
+            core.cleanup_nowait(put.replaces, *put.edge)
+            self._posted.drop(put.replaces, put.edge)
+        reservation = core.reserve_nowait(*put.edge, put.key, put.plan)
         if self._address is None:
             info = core.get_connection_info()
             self._address = info["host"], info["zmq_port"]
         return reservation, *self._address
 
-    def put_nowait(self, from_stage: str, to_stage: str, key: str, plan: Plan, replaces: str | None) -> tuple[str, int]:
+    def put_nowait(self, put: Put) -> tuple[str, int]:
         """As `reserve_nowait`, with the copy and the rest made here and now. Returns where the sender listens.
 
         Raises:
             KeyBusy, others: as `reserve_nowait`.
         """
-        reservation, host, port = self.reserve_nowait(from_stage, to_stage, key, plan, replaces)
+        reservation, host, port = self.reserve_nowait(put)
         try:
             reservation.fill()
         except BaseException:
@@ -222,20 +186,8 @@ class Shared:
         reservation.publish()
         return host, port
 
-    def post_put(
-        self,
-        post: Callable[[Callable[[], object]], None],
-        from_stage: str,
-        to_stage: str,
-        key: str,
-        plan: Plan,
-        replaces: str | None,
-    ) -> tuple[str, int] | None:
+    def post_put(self, post: Callable[[Callable[[], object]], None], put: Put) -> tuple[str, int] | None:
         """Put a small payload without waiting for the loop, if nothing can be said against it. In any thread.
-
-        *Why it cannot be refused later.* Its key is nobody's: nothing lies under it, and who puts under it meanwhile
-        finds it here and asks the loop, which comes to this one first. There is much more room than all that is posted
-        takes; should it be in pieces that are too small, the payload waits for a larger one.
 
         Returns:
             Where the sender listens; None: the loop has to be asked.
@@ -245,60 +197,9 @@ class Shared:
             ConnectorClosed: the loop has ended.
         """
         core, address = self._cores.get("sender"), self._address
-        if core is None or address is None or self._failure is not None or len(self._posted) >= MAX_POSTED:
+        if core is None or address is None or self._failure is not None:
             return None
-        posted = _Posted(from_stage, to_stage, key, replaces)
-        if self._posted.setdefault(posted.full, posted) is not posted:
-            return None
-        is_posted = False
-        try:
-            if not core.has_place(from_stage, to_stage, key, 2 * COPIED_IN_LOOP * len(self._posted)):
-                return None
-            posted.plan = plan.own()
-            self._posts.append(posted)
-            is_posted = True
-        finally:
-            if not is_posted:
-                del self._posted[posted.full]
-        if not self._is_posted:
-            self._is_posted = True
-            post(self._put_posted)
-        return address
-
-    def _put_posted(self) -> None:
-        self._is_posted = False  # first: what comes from now on is posted anew, or found here
-        with suppress(IndexError):
-            while True:
-                self._put_one(self._posts.popleft())
-
-    def _put_one(self, posted: _Posted) -> None:
-        assert posted.plan is not None
-        try:
-            self.put_nowait(posted.from_stage, posted.to_stage, posted.key, posted.plan, posted.replaces)
-        except NoRoom:
-            scope = self._late[posted.full] = trio.CancelScope()
-            self._nursery.start_soon(self._put_late, posted, posted.plan, scope)
-            return
-        except TrioMoriError as error:  # closed meanwhile: put has returned already
-            self.reasons.note("put", error)
-        del self._posted[posted.full]
-
-    async def _put_late(self, posted: _Posted, plan: Plan, scope: trio.CancelScope) -> None:
-        core = self._cores["sender"]
-        try:
-            with scope:
-                await core.put(posted.from_stage, posted.to_stage, posted.key, plan)
-            if scope.cancel_called:  # as there was room for it
-                core.cleanup_nowait(posted.key, posted.from_stage, posted.to_stage)
-        except TrioMoriError as error:
-            self.reasons.note("put", error)
-        finally:
-            del self._posted[posted.full], self._late[posted.full]
-
-    def _drop_late(self, is_meant: Callable[[str], bool]) -> None:
-        for full, scope in self._late.items():
-            if is_meant(full):
-                scope.cancel()
+        return address if self._posted.post(post, core, put) else None
 
     def publish(self, reservation: Reservation) -> None:
         """Let receivers have what was filled."""
@@ -459,8 +360,8 @@ class Shared:
         self._tell()
         for core in self._cores.values():
             core.cleanup_nowait(name, *(edge or (None, None)))
-        self._drop_late(lambda full: _is_of(full, name, edge))
-        self._give_up(lambda full: _is_of(full, name, edge))
+        self._posted.drop(name, edge)
+        self._give_up(lambda full: is_of(full, name, edge))
 
     def health(self) -> dict[str, Any]:
         """The core connectors' health, added up."""
@@ -489,14 +390,6 @@ class Shared:
         """How many payloads are polled for."""
         with self._lock:
             return len(self._interests)
-
-
-def _is_of(full: str, name: str, edge: tuple[str, str] | None) -> bool:
-    """Whether a full key is that name's, or of a chunk of the request of that name; on that edge if one is given."""
-    key, _, its_edge = full.rpartition("@")
-    ending = key.removeprefix(f"{name}_{its_edge.partition('_')[0]}_")
-    is_named = key == name or (ending != key and ending.isdigit())
-    return is_named and (edge is None or its_edge == f"{edge[0]}_{edge[1]}")
 
 
 _SEVERITY = ("", "healthy", "degraded", "unhealthy")

@@ -111,3 +111,11 @@ class Interests(Generic[A]):
             del self._by_name[interest.name]
             interest.state = State.OVER
         return interests
+
+
+def is_of(full: str, name: str, edge: tuple[str, str] | None) -> bool:
+    """Whether a full key is that name's, or of a chunk of the request of that name; on that edge if one is given."""
+    key, _, its_edge = full.rpartition("@")
+    ending = key.removeprefix(f"{name}_{its_edge.partition('_')[0]}_")
+    is_named = key == name or (ending != key and ending.isdigit())
+    return is_named and (edge is None or its_edge == f"{edge[0]}_{edge[1]}")

@@ -37,8 +37,9 @@ from trio_mori import (
 )
 from trio_mori import Connector as Core
 
-from ._home import CLOSE_LIMIT, COPIED_IN_LOOP, AnyArrival, Client, Home, Shared, home_of_this_process
+from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, Shared, home_of_this_process
 from ._place import Place
+from ._posted_puts import COPIED_IN_LOOP, Put
 from ._received import ReceivedBuffer
 
 logger = logging.getLogger("trio_mori.vllm_omni")
@@ -134,13 +135,13 @@ class SyncConnector:
             if not self.can_put:
                 raise WrongRole(f"put of {put_key!r} on a connector that only receives")
             plan, is_on_host = self._plan(data)
-            place = (from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage))
+            put = Put(from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage))
             if is_on_host and plan.size <= COPIED_IN_LOOP:
-                host, port = client.shared.post_put(self._home.post, *place) or self._in_loop(
-                    client.shared, partial(client.shared.put_nowait, *place)
+                host, port = client.shared.post_put(self._home.post, put) or self._in_loop(
+                    client.shared, partial(client.shared.put_nowait, put)
                 )
             else:
-                reservation, host, port = self._in_loop(client.shared, partial(client.shared.reserve_nowait, *place))
+                reservation, host, port = self._in_loop(client.shared, partial(client.shared.reserve_nowait, put))
                 try:
                     reservation.fill()
                 except BaseException:

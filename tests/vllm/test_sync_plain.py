@@ -19,8 +19,9 @@ import torch
 import trio_mori_vllm_omni._home as home_module
 from trio_mori_vllm_omni._interests import PATIENCE
 from trio_mori_vllm_omni._place import find_place
+from trio_mori_vllm_omni._posted_puts import COPIED_IN_LOOP
 from trio_mori_vllm_omni._received import ReceivedBuffer
-from trio_mori_vllm_omni._sync import COPIED_IN_LOOP, SyncConnector
+from trio_mori_vllm_omni._sync import SyncConnector
 
 from trio_mori import (
     BindFailed,
