@@ -7,10 +7,11 @@ import itertools
 import multiprocessing
 import os
 import random
+import select
 import signal
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -55,17 +56,21 @@ class Process:
     looked: tuple[dict[str, Any], list[str], list[str]] | None = None
     closed: dict[str, int] | None = None
     stopped: bool = False
-    unsaid: list[tuple[object, ...]] = attrs.field(factory=list)
+    unsaid: deque[tuple[object, ...]] = attrs.field(factory=deque)
 
     def say(self, *command: object) -> None:
-        """Tell it a command; one that is stopped hears it when it goes on, for its pipe would fill."""
-        if self.pipe.closed:
-            return  # it was killed, and another one comes
-        if self.stopped:
-            self.unsaid.append(command)
-            return
-        with suppress(BrokenPipeError, ConnectionResetError):
-            self.pipe.send(command)
+        """Tell it a command, as soon as it hears."""
+        self.unsaid.append(command)
+        self.speak()
+
+    def speak(self) -> None:
+        """Say what it can hear now: one that is stopped or slow hears the rest later, and one that was killed nothing.
+
+        It reports by the same pipe. If both sides waited for the other one to read, they would do so for ever.
+        """
+        while self.unsaid and not self.stopped and not self.pipe.closed and _takes(self.pipe):
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self.pipe.send(self.unsaid.popleft())
 
     def stop(self) -> None:
         """Stop it, wherever it is."""
@@ -80,9 +85,12 @@ class Process:
         if self.pipe.closed:
             return  # killed meanwhile: its number may be another's
         os.kill(self.handle.pid, signal.SIGCONT)
-        unsaid, self.unsaid = self.unsaid, []
-        for command in unsaid:
-            self.say(*command)
+        self.speak()
+
+
+def _takes(pipe: Connection) -> bool:
+    """Whether a command can be sent without waiting."""
+    return bool(select.select([], [pipe], [], 0)[1])
 
 
 class Round:
@@ -257,6 +265,8 @@ class Round:
             pipes = {each.pipe: each for each in self._processes.values() if not each.pipe.closed}
             for pipe in wait(list(pipes), max(pause, 0)):
                 self._hear(pipes[pipe])  # type: ignore[index]
+            for process in self._processes.values():
+                process.speak()
             self._check_alive()
         return True
 
