@@ -77,7 +77,7 @@ class Shared:
         self._told_at = -inf
         self._tell_at: float | None = None  # when what was read since then is due
         self._address: tuple[str, int] | None = None  # where the sender listens; known from the first put
-        self._posted = PostedPuts(self.put_nowait, nursery, self.reasons)
+        self._posted = PostedPuts(self._put, nursery, self.reasons)
         self._news = trio.Event()
         self._sweeping = trio.CancelScope()
         nursery.start_soon(self._sweep)
@@ -157,6 +157,10 @@ class Shared:
             NotReady: `wait_listening` comes first.
             NoRoom, TooBig, KeyBusy, ConnectorClosed: as `Connector.reserve_nowait`.
         """
+        self._posted.catch_up()
+        return self._reserve(put)
+
+    def _reserve(self, put: Put) -> tuple[Reservation, str, int]:
         self.check_alive()
         core = self._cores.get("sender")
         if core is None:
@@ -177,7 +181,11 @@ class Shared:
         Raises:
             KeyBusy, others: as `reserve_nowait`.
         """
-        reservation, host, port = self.reserve_nowait(put)
+        self._posted.catch_up()
+        return self._put(put)
+
+    def _put(self, put: Put) -> tuple[str, int]:
+        reservation, host, port = self._reserve(put)
         try:
             reservation.fill()
         except BaseException:
@@ -358,6 +366,7 @@ class Shared:
     def cleanup(self, name: str, edge: tuple[str, str] | None) -> None:
         """Drop what nobody has fetched of a request, and what was polled for."""
         self._tell()
+        self._posted.catch_up()
         for core in self._cores.values():
             core.cleanup_nowait(name, *(edge or (None, None)))
         self._posted.drop(name, edge)
@@ -366,6 +375,7 @@ class Shared:
     def health(self) -> dict[str, Any]:
         """The core connectors' health, added up."""
         self._tell()
+        self._posted.catch_up()
         total: dict[str, Any] = {}
         for role in ("sender", "receiver"):
             core = self._cores.get(role)

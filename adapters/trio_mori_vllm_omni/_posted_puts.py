@@ -4,8 +4,11 @@ A put that waits for the loop's answer costs the calling thread two changes of t
 each of them may take 5 ms. What is posted here gets no answer, so that there must be none but yes.
 
 *Why a put cannot be refused later.* Its key is nobody's: nothing lies under it, and who puts under it meanwhile finds
-it here and asks the loop, which comes to this one first. There is much more room than all that is posted takes; should
-it be in pieces that are too small, the payload waits for a larger one.
+it here and asks the loop. There is much more room than all that is posted takes; should it be in pieces that are too
+small, the payload waits for a larger one.
+
+*Why none is put over a later one.* Before the loop does anything else about puts it catches up with what was taken: the
+thread that is to wake it for that may have been halted before it could.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class PostedPuts:
         """Store.
 
         Args:
-            put_nowait: Puts at once, or refuses.
+            put_nowait: Puts at once, or refuses. It must not catch up.
             nursery: For those that wait for room.
         """
         self._put_nowait = put_nowait
@@ -121,6 +124,10 @@ class PostedPuts:
 
     def _put_all(self) -> None:
         self._is_posted = False  # first: what comes from now on is posted anew, or found here
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Put all that was taken until now."""
         with suppress(IndexError):
             while True:
                 self._put_one(*self._queue.popleft())

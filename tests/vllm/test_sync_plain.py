@@ -374,6 +374,29 @@ def test_a_small_put_under_a_new_key_waits_for_nothing_and_the_source_may_change
         assert got[0]["t"].equal(torch.arange(1000))
 
 
+@deterministic
+@pytest.mark.parametrize("then", ["put", "cleanup"])
+def test_a_put_whose_thread_was_halted_before_it_could_wake_the_loop_keeps_its_place(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_pair() as (up, down):
+        assert up.put("0", "1", "first", b"x")[0]
+        held: list[Callable[[], object]] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(up._home, "post", held.append)
+            assert up.put("0", "1", "r_0_0", b"old")[0]
+        if then == "cleanup":
+            up.cleanup("r")
+            assert up.health()["pool"]["free"] == POOL - 4096, "what was put before is cleaned up"
+        assert up.put("0", "1", "r_0_0", b"new!")[0]
+        for wake in held:
+            up._home.post(wake)
+        assert poll(down, "r_0_0")[1] == 4
+        assert down.get("0", "1", "r_0_0") is None
+        assert poll(down, "first")[1] == 1
+        eventually(lambda: is_whole(up) and is_whole(down), "that both pools are free")
+
+
 @contextmanager
 def pair_in_pieces() -> Iterator[tuple[SyncConnector, SyncConnector]]:
     """Half of the sender's pool is free, in pieces of 4 KB between 128 payloads, `p1_0_1`, `p3_0_1` and so on."""
