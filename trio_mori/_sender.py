@@ -127,7 +127,7 @@ class Sender:
             if self._pool.on_gpu:
                 torch.cuda.current_stream(self._pool.region.tensor.device).synchronize()
             return self._publish_buffer(key, data.detach_nowait(OUTBOUND), size)
-        reservation = self.reserve_nowait(key, plan_payload(data))
+        reservation = self.reserve_nowait(key, data if isinstance(data, _payload.Plan) else plan_payload(data))
         try:
             reservation.fill()
         except BaseException:
@@ -258,7 +258,9 @@ class Sender:
 
     def _ended(self, ticket: Ticket, now: float, error: TransferFailed | None) -> None:
         if error is not None:
-            logger.warning("write of %d bytes of %r failed: %s", ticket.size, ticket.entry.key, error)
+            # Of one that ended the receiver is told, and its caller; with a receiver that died it is news to nobody.
+            level = logging.DEBUG if error.settled else logging.WARNING
+            logger.log(level, "write of %d bytes of %r failed: %s", ticket.size, ticket.entry.key, error)
         self.book.write_ended(ticket, now, error)
         if self._quarantine.has_told or ticket.course is Course.UNSETTLED:
             self._quarantine.tell(self.book.doubts(), now)

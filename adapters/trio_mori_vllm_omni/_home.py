@@ -158,9 +158,11 @@ class Shared:
             NoRoom, TooBig, KeyBusy, ConnectorClosed: as `Connector.reserve_nowait`.
         """
         self._posted.catch_up()
-        return self._reserve(put)
+        core = self._make_way(put)
+        return core.reserve_nowait(*put.edge, put.key, put.plan), *self._address_of(core)
 
-    def _reserve(self, put: Put) -> tuple[Reservation, str, int]:
+    def _make_way(self, put: Put) -> Core:
+        """The sender, with nothing in the way that is of an earlier life."""
         self.check_alive()
         core = self._cores.get("sender")
         if core is None:
@@ -169,11 +171,13 @@ class Shared:
         if put.replaces is not None:
             core.cleanup_nowait(put.replaces, *put.edge)
             self._posted.drop(put.replaces, put.edge)
-        reservation = core.reserve_nowait(*put.edge, put.key, put.plan)
+        return core
+
+    def _address_of(self, core: Core) -> tuple[str, int]:
         if self._address is None:
             info = core.get_connection_info()
             self._address = info["host"], info["zmq_port"]
-        return reservation, *self._address
+        return self._address
 
     def put_nowait(self, put: Put) -> tuple[str, int]:
         """As `reserve_nowait`, with the copy and the rest made here and now. Returns where the sender listens.
@@ -185,14 +189,9 @@ class Shared:
         return self._put(put)
 
     def _put(self, put: Put) -> tuple[str, int]:
-        reservation, host, port = self._reserve(put)
-        try:
-            reservation.fill()
-        except BaseException:
-            reservation.release()
-            raise
-        reservation.publish()
-        return host, port
+        core = self._make_way(put)
+        core.put_nowait(*put.edge, put.key, put.plan)
+        return self._address_of(core)
 
     def post_put(self, post: Callable[[Callable[[], object]], None], put: Put) -> tuple[str, int] | None:
         """Put a small payload without waiting for the loop, if nothing can be said against it. In any thread.

@@ -5,7 +5,8 @@ each of them may take 5 ms. What is posted here gets no answer, so that there mu
 
 *Why a put cannot be refused later.* Its key is nobody's: nothing lies under it, and who puts under it meanwhile finds
 it here and asks the loop. There is much more room than all that is posted takes; should it be in pieces that are too
-small, the payload waits for a larger one.
+small, the payload waits for a larger one. It also waits if the address of the stage, which this one had, is another
+one's by then. What ends it all the same, a close or an address that is kept, is in `health()["refusals"]`.
 
 *Why none is put over a later one.* Before the loop does anything else about puts it catches up with what was taken: the
 thread that is to wake it for that may have been halted before it could.
@@ -21,7 +22,7 @@ import attrs
 import trio
 
 from trio_mori import Connector as Core
-from trio_mori import KeyBusy, NoRoom, Plan, TrioMoriError
+from trio_mori import KeyBusy, NoRoom, NotReady, Plan, TrioMoriError
 
 from ._interests import is_of
 from ._reasons import Reasons
@@ -77,7 +78,7 @@ class PostedPuts:
         self._taken: dict[str, Put] = {}  # those that the loop has not ended, by full key
         self._queue: deque[tuple[Core, Put]] = deque()
         self._is_posted = False
-        self._late: dict[str, trio.CancelScope] = {}  # those that wait for room although there was some
+        self._late: dict[str, trio.CancelScope] = {}  # those that wait after all
 
     def post(self, post: _Post, core: Core, put: Put) -> bool:
         """Take a small payload, if nothing can be said against it. In any thread. Returns whether it was taken.
@@ -136,7 +137,7 @@ class PostedPuts:
         is_late = False
         try:
             self._put_nowait(put)
-        except NoRoom:
+        except (NoRoom, NotReady):  # NotReady: the stage's address was given to another instance meanwhile
             scope = self._late[put.full] = trio.CancelScope()
             self._nursery.start_soon(self._put_late, core, put, scope)
             is_late = True

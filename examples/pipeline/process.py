@@ -6,7 +6,6 @@ python -m examples.pipeline.process compare     all three stages at once, withou
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -149,9 +148,6 @@ def main() -> None:
     """Take the order and carry it out. What fails is told to the parent, which shows it."""
     torch.set_num_threads(1)
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
-    if not order.traceback:
-        # What a stage meets while another one dies, such as a write that was under way, is told once, by the parent.
-        logging.getLogger("trio_mori").setLevel(logging.ERROR)
     try:
         carry_out(sys.argv[1], order)
     except BaseException as error:  # noqa: BLE001  here it leaves the process: the parent shows it

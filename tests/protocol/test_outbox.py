@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from desks import KEY, REGION, UNIT, SenderDesk
 
@@ -62,7 +64,8 @@ def test_a_receiver_that_heard_neither_of_the_failure_nor_of_its_end_is_told_aga
     ticket = desk.begun()
     desk.wait(21)
     desk.end(ticket)
-    assert [m.settled for m in desk.said(session) if isinstance(m, wire.Failed)] == [False, True]  # both are lost
+    told: list[Any] = desk.said(session)  # both are lost
+    assert [(type(m), m.settled) for m in told] == [(wire.Failed, False), (wire.Failed, True)]
     desk.beat(session, 1, 1, open=[1])
     failure = desk.said(session)[0]
     assert isinstance(failure, wire.Failed)

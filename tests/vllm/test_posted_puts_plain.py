@@ -13,7 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_mori_vllm_omni._posted_puts import MAX_POSTED, PostedPuts, Put
 from trio_mori_vllm_omni._reasons import Reasons
 
-from trio_mori import Connector, ConnectorClosed, KeyBusy, NoRoom, plan_payload
+from trio_mori import Connector, ConnectorClosed, KeyBusy, NoRoom, NotReady, plan_payload
 
 pytestmark = pytest.mark.deterministic
 
@@ -23,6 +23,7 @@ class FakeCore:
 
     def __init__(self) -> None:
         self.has_room = True
+        self.refusal: Exception = NoRoom("no piece is large enough", size=1, free=0)
         self.room = trio.Event()
         self.kept: list[str] = []
 
@@ -31,7 +32,7 @@ class FakeCore:
 
     def put_nowait(self, put: Put) -> None:
         if not self.room.is_set():
-            raise NoRoom("no piece is large enough", size=1, free=0)
+            raise self.refusal
         self.kept.append(put.key)
 
     async def put(self, from_stage: str, to_stage: str, key: str, plan: object) -> None:
@@ -97,9 +98,11 @@ async def test_what_may_be_refused_is_not_taken() -> None:
         assert not desk.post("a"), "it lies there"
 
 
-async def test_one_without_room_waits_for_it_and_keeps_its_key() -> None:
+@pytest.mark.parametrize("refusal", [NoRoom("no piece is large enough", size=1, free=0), NotReady("no address")])
+async def test_one_without_room_or_address_waits_and_keeps_its_key(refusal: Exception) -> None:
     async with trio.open_nursery() as nursery:
         desk = Desk(nursery)
+        desk.core.refusal = refusal
         assert desk.post("a")
         desk.come()
         with pytest.raises(KeyBusy, match="'a' refused: the payload that was put before waits for room"):
