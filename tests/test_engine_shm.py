@@ -66,7 +66,8 @@ async def test_opening_and_closing_leaves_no_descriptor_open(shared: bool, share
     for _ in range(4):
         await once()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    # Fewer, if libzmq has just closed the last of an earlier test's.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_opening_a_pool_lets_other_tasks_run() -> None:

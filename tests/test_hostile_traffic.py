@@ -253,7 +253,8 @@ async def test_forged_descriptors_of_shared_memory_are_refused_once_each_and_not
                     [event] = await link.receive()
                     assert isinstance(event, Arrived)
                     assert isinstance(wire.decode_from_sender(event.frames), wire.Mismatch)
-                assert len(os.listdir("/proc/self/fd")) == descriptors
+                # Fewer, if libzmq has just closed the last of an earlier test's.
+                assert len(os.listdir("/proc/self/fd")) <= descriptors
                 assert sender.statistics().peers == 0
 
 

@@ -156,7 +156,8 @@ def test_a_directory_is_refused_by_name_and_not_kept_open(tmp_path: Path) -> Non
     before = os.listdir("/proc/self/fd")
     for message in (refusal(folder), refusal(secret, curve_allowed_keys=folder)):
         assert f"the file {folder} is no regular file" in message
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    # Fewer, if libzmq has just closed the last of an earlier test's.
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def test_what_is_no_key_file_is_refused_by_its_line(tmp_path: Path) -> None:
