@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 import attrs
@@ -89,19 +87,6 @@ def port_of(connector: Connector) -> int:
 def sender_config(**more: object) -> dict[str, object]:
     """A sender on any free port of loopback."""
     return {"role": "sender", "host": "127.0.0.1", "zmq_port": 0, **more}
-
-
-# Not that of `random`, whose numbers are the same in every process that runs these tests.
-_any = random.SystemRandom()
-
-
-def free_port() -> int:
-    """A port where nobody listens, and that no connection gets as its own."""
-    while True:
-        port = _any.randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def receiver_config(port: int | Connector, **more: object) -> dict[str, object]:

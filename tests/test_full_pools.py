@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import trio
-from rig import LIMIT, POOL, UNIT, assert_free, free_port, open_pair, start_stage
+from ports import free_port
+from rig import LIMIT, POOL, UNIT, assert_free, open_pair, start_stage
 
 from trio_mori import Connector
 from trio_mori.testing import MemoryFabric

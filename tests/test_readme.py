@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import attrs
 import pytest
+from ports import free_port
 
 from trio_mori import ConfigError, ConnectorConfig, load_deploy
 
@@ -19,12 +19,6 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 DEFAULTS = {field.name: field.default for field in attrs.fields(ConnectorConfig)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_the_two_commands_are_targets_of_the_makefile() -> None:

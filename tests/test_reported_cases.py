@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 import trio
-from rig import FAST, POOL, SOON, assert_free, filled, free_port, open_pair, receiver_config, sender_config, start_stage
+from ports import free_port
+from rig import FAST, POOL, SOON, assert_free, filled, open_pair, receiver_config, sender_config, start_stage
 
 from trio_mori import EngineUnavailable, NotReady, open_connector
 from trio_mori.testing import MemoryFabric

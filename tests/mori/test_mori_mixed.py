@@ -13,7 +13,8 @@ import trio
 from mori_lane import delayed, emulated, moriemu
 from mori_processes import Talker, open_talker
 from mori_stock import KINDS, POOL, expected, payload, told
-from rig import UNIT, assert_free, begin, free_port, is_free, port_of, wait_until
+from ports import free_port
+from rig import UNIT, assert_free, begin, is_free, port_of, wait_until
 
 from trio_mori import Connector, ConnectorConfig, ManagedBuffer, PeerLost, TransferFailed, open_connector
 

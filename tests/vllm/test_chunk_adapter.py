@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 from scheduler_stages import Stage, run_until, write_model
 
 pytestmark = pytest.mark.vllm
@@ -25,10 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, setup_folder: Path) -> Path:
 
 @pytest.fixture
 def base() -> int:
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return min(port, 60000)
+    return free_port(4)
 
 
 @pytest.fixture

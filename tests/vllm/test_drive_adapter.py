@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -29,21 +28,8 @@ TRIES = 3
 WARM_LIMIT = 600
 
 
-def free_base() -> int:
-    for base in range(25000, 32000, 64):
-        with ExitStack() as stack:
-            try:
-                for port in range(base, base + 4):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return base
-    raise AssertionError("no free ports")
-
-
 def told(*arguments: str, connector: str = "TrioMoriConnector") -> list[str]:
-    extra = {"host": "127.0.0.1", "zmq_port": free_base(), "backend_type": "shm", "memory_pool_size": 64 << 20}
+    extra = {"host": "127.0.0.1", "zmq_port": free_port(4), "backend_type": "shm", "memory_pool_size": 64 << 20}
     return ["--load-plugins", "--connector", connector, "--extra", json.dumps(extra), *arguments]
 
 

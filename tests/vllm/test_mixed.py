@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import socket
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from ports import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -81,13 +81,6 @@ def open_pair(sender: Callable[..., Any], receiver: Callable[..., Any], port: in
 
 DIRECTIONS = [(stock, ours), (ours, stock)]
 IDS = ["from stock", "to stock"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(params=DIRECTIONS, ids=IDS)

@@ -6,12 +6,11 @@ point, as vllm's configuration runs it.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from scheduler_stages import Stage, run_until, write_model
 
 pytestmark = pytest.mark.vllm
@@ -24,10 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, setup_folder: Path) -> Path:
 
 @pytest.fixture
 def base() -> int:
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return min(port, 60000)
+    return free_port(4)
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 
 pytestmark = pytest.mark.vllm
 
@@ -41,17 +40,8 @@ def plugins(setup_folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def base() -> int:
-    """The first of 64 ports of which the first eight are free."""
-    for start in range(21000, 32000, 64):
-        with ExitStack() as stack:
-            try:
-                for port in range(start, start + 8):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return start
-    raise AssertionError("no free ports")
+    """The first of eight free ports."""
+    return free_port(8)
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:

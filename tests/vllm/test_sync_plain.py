@@ -6,11 +6,10 @@ import gc
 import itertools
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -18,6 +17,7 @@ import pytest
 import torch
 import trio_mori_vllm_omni._home as home_module
 import trio_mori_vllm_omni._interests as interests_module
+from ports import free_port
 from trio_mori_vllm_omni._interests import PATIENCE
 from trio_mori_vllm_omni._place import find_place
 from trio_mori_vllm_omni._posted_puts import COPIED_IN_LOOP
@@ -81,24 +81,19 @@ def open_pair(**extra: object) -> Iterator[tuple[SyncConnector, SyncConnector]]:
             yield up, down
 
 
+@pytest.fixture(autouse=True)
+def _leaves_nothing_in_the_loop() -> Iterator[None]:
+    """All connectors of a process share one loop, and a test that begins counts on finding it at rest."""
+    yield
+    home = home_module._home
+    if home is not None and not home.is_over:
+        eventually(lambda: home._nursery is not None and not home._nursery.child_tasks, "that the loop is at rest")
+
+
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has come is kept, though the machine may halt the test before it polls again."""
     monkeypatch.setattr(interests_module, "PATIENCE", 2 * LIMIT)
-
-
-def free_base(count: int) -> int:
-    """The first of so many free ports in a row, below those that the kernel hands out."""
-    for base in range(20000 + os.getpid() % 1000 * 8, 32000, 8):
-        with ExitStack() as stack:
-            try:
-                for port in range(base, base + count):
-                    probe = stack.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return base
-    raise AssertionError("no free ports")
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
@@ -287,7 +282,7 @@ def test_a_get_without_an_endpoint_says_how_to_give_one() -> None:
 
 @deterministic
 def test_a_middle_stage_receives_and_sends_on_its_one_connector() -> None:
-    base = free_base(3)
+    base = free_port(3)
     stages = [
         {"role": role, "stage_id": stage, "from_stage": max(stage - 1, 0), "backend_type": "shm"} | ports
         for stage, (role, ports) in enumerate(
@@ -647,7 +642,7 @@ def test_a_constructor_that_failed_leaves_nothing_to_close() -> None:
 
 
 def test_a_put_gets_the_port_from_an_idle_instance_of_another_process_and_not_from_one_that_put() -> None:
-    extra: dict[str, object] = {"role": "sender", "stage_id": 0, "zmq_port": free_base(1), "backend_type": "shm"}
+    extra: dict[str, object] = {"role": "sender", "stage_id": 0, "zmq_port": free_port(1), "backend_type": "shm"}
     config = find_place({"host": "127.0.0.1", "memory_pool_size": POOL, **extra}, resolved=True).config
     with blocking.open_connector(config) as other:  # another trio run is as good as another process
         with made(**extra) as up:
