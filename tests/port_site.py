@@ -12,13 +12,13 @@ from contextlib import (
 import pytest
 import trio
 import trio.testing
+from ports import free_port
 from rig import (
     LIMIT,
     SOON,
     Outcome,
     Stage,
     begin,
-    free_port,
     start_stage,
     wait_until,
 )

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import trio
+from ports import free_port
 from rig import (
     LIMIT,
     POOL,
@@ -20,7 +21,6 @@ from rig import (
     assert_free,
     begin,
     filled,
-    free_port,
     open_pair,
     port_of,
     receiver_config,

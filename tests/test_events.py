@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import trio
+from ports import free_port
 from rig import (
     FAST,
     LIMIT,
     UNIT,
     assert_free,
     filled,
-    free_port,
     open_pair,
     port_of,
     receiver_config,

@@ -20,10 +20,10 @@ from port_site import (
     put,
     sender_at,
 )
+from ports import free_port
 from rig import (
     LIMIT,
     begin,
-    free_port,
     receiver_config,
     wait_until,
 )

@@ -21,6 +21,7 @@ from port_site import (
     put,
     standing,
 )
+from ports import free_port
 from rig import (
     LIMIT,
     POOL,
@@ -30,7 +31,6 @@ from rig import (
     assert_free,
     begin,
     filled,
-    free_port,
     open_pair,
     port_of,
     start_stage,

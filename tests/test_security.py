@@ -14,6 +14,7 @@ import pytest
 import torch
 import trio
 import trio.testing
+from ports import free_port
 from rig import (
     LIMIT,
     SOON,
@@ -23,7 +24,6 @@ from rig import (
     assert_free,
     begin,
     filled,
-    free_port,
     open_pair,
     port_of,
     receiver_config,

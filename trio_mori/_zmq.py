@@ -6,6 +6,8 @@ import errno
 import itertools
 import logging
 import os
+import socket as sockets
+import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -56,13 +58,14 @@ EPHEMERAL_ATTEMPTS = 8
 # Seconds to wait for libzmq's thread to close a listening descriptor; measured 60 us, 0.9 ms at worst.
 RELEASE_TIMEOUT = 1.0
 
+_CONNECTED = int(zmq.EVENT_CONNECTED)
 _HANDSHAKE_SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _FAILED_AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _FAILED_PROTOCOL = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _FAILED_SILENTLY = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _NOT_CONNECTED = int(zmq.EVENT_CLOSED)
 _ENDS = int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
-_CONNECTION_EVENTS = _HANDSHAKE_SUCCEEDED | _FAILED_AUTH | _FAILED_PROTOCOL | _FAILED_SILENTLY | _ENDS
+_CONNECTION_EVENTS = _CONNECTED | _HANDSHAKE_SUCCEEDED | _FAILED_AUTH | _FAILED_PROTOCOL | _FAILED_SILENTLY | _ENDS
 _LISTENER_CLOSED = int(zmq.EVENT_CLOSED)
 
 _WANTS_KEYS = "it wants keys, and this side has none: set curve_secret_key"
@@ -133,6 +136,10 @@ class DiallingLink(QueuedLink):
             outcome = None
             with trio.move_on_after(DIAL_TIMEOUT):
                 outcome = await monitor.wait()
+                if outcome.event == _CONNECTED:
+                    if _was_made_with_itself(outcome.value):
+                        return False
+                    outcome = await monitor.wait()
             if outcome is None or outcome.event != _HANDSHAKE_SUCCEEDED:
                 refusal = "" if outcome is None else self._why_refused(outcome)
                 if outcome is not None and outcome.event == _FAILED_SILENTLY:
@@ -292,6 +299,23 @@ async def open_listener(
             yield link
         finally:
             link.close()
+
+
+def _was_made_with_itself(fd: int) -> bool:
+    """Whether a connection has no other end; if so, it frees its port as soon as it is closed.
+
+    As long as nobody listens on a port that the system also gives to whoever connects, an attempt to connect to it may
+    be given that port for its own end, and answers itself. It would last for ever, and the sender whose port that is
+    could not listen.
+    """
+    try:
+        with sockets.socket(fileno=os.dup(fd)) as connection:
+            is_alone = bool(connection.getsockname() == connection.getpeername())
+            if is_alone:  # without this it would hold the port for another minute, to wait for what is on its way
+                connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))
+            return is_alone
+    except OSError:  # it is over
+        return False
 
 
 # --- addresses ----------------------------------------------------------------------------------------------
