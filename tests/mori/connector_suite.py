@@ -7,16 +7,29 @@ from collections.abc import Callable
 
 import pytest
 import rig
+import stock_edges
 import stock_peers
 import test_connector
 import test_connector_close
 import test_connector_memory
 import test_connector_roles
-import test_stock_interop
+import test_stock_late
+import test_stock_receivers
+import test_stock_replaced
+import test_stock_senders
 
 from trio_mori.testing import MemoryFabric
 
-SUITE = (test_connector, test_connector_close, test_connector_memory, test_connector_roles, test_stock_interop)
+SUITE = (
+    test_connector,
+    test_connector_close,
+    test_connector_memory,
+    test_connector_roles,
+    test_stock_late,
+    test_stock_receivers,
+    test_stock_replaced,
+    test_stock_senders,
+)
 
 OTHERS = {
     # They start processes, whose pools are in host memory.
@@ -57,6 +70,6 @@ def open_descriptors() -> int:
 
 def over(fabric: Callable[[], MemoryFabric], monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on these tests take such a fabric."""
-    for module in (rig, stock_peers, *SUITE):
+    for module in (rig, stock_edges, stock_peers, *SUITE):
         monkeypatch.setattr(module, "MemoryFabric", fabric, raising=False)
     monkeypatch.setattr(test_connector_close, "open_descriptors", open_descriptors)
