@@ -264,3 +264,18 @@ async def open_pair(
             source = await enter(open_connector(sender_config(**sender), engine=sender_engine))
             target = await enter(open_connector(receiver_config(source, **receiver), engine=receiver_engine))
             yield Pair(fabric, source, target, sender_engine, receiver_engine)
+
+
+async def fill_receiver(pair: Pair, nursery: trio.Nursery) -> Outcome:
+    """Lease all of the receiver's pool, until the outcome's scope is cancelled."""
+    leased = trio.Event()
+
+    async def hold() -> None:
+        async with pair.receiver.lease("0", "1", "big"):
+            leased.set()
+            await trio.sleep_forever()
+
+    await pair.put("big", filled(POOL))
+    outcome = begin(nursery, hold)
+    await leased.wait()
+    return outcome

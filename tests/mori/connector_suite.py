@@ -10,9 +10,13 @@ import rig
 import stock_edges
 import stock_peers
 import test_connector
+import test_connector_buffers
 import test_connector_close
+import test_connector_gone
+import test_connector_health
 import test_connector_memory
 import test_connector_roles
+import test_connector_room
 import test_stock_late
 import test_stock_receivers
 import test_stock_replaced
@@ -22,9 +26,13 @@ from trio_mori.testing import MemoryFabric
 
 SUITE = (
     test_connector,
+    test_connector_buffers,
     test_connector_close,
+    test_connector_gone,
+    test_connector_health,
     test_connector_memory,
     test_connector_roles,
+    test_connector_room,
     test_stock_late,
     test_stock_receivers,
     test_stock_replaced,

@@ -1,0 +1,122 @@
+"""Payloads that nobody gets: cleaned up, expired, or replaced; and who is told."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+from rig import (
+    UNIT,
+    assert_free,
+    begin,
+    fill_receiver,
+    filled,
+    open_pair,
+    wait_until,
+)
+from trio.testing import MockClock
+
+from trio_mori import (
+    Expired,
+    Gone,
+    KeyBusy,
+)
+
+pytestmark = pytest.mark.deterministic
+
+
+async def test_cleanup_drops_a_request_with_its_chunks_and_no_other() -> None:
+    async with open_pair() as pair:
+        for key in ("req", "req_0_0", "req_0_1", "req_extra_0_0", "req1_0_0", "req_1_0"):
+            await pair.put(key, b"x")
+        await pair.sender.put("0", "2", "req", b"x")
+        assert await pair.sender.cleanup("req", "0", "1") == 3
+        assert await pair.sender.cleanup("req") == 1
+        assert await pair.sender.cleanup("req") == 0
+        for key in ("req_extra_0_0", "req1_0_0", "req_1_0"):
+            assert await pair.get(key) == b"x"
+        await pair.assert_whole()
+
+
+async def test_cleanup_wants_both_stages_or_neither() -> None:
+    async with open_pair() as pair:
+        with pytest.raises(ValueError, match="give both or neither"):
+            await pair.sender.cleanup("k", "0")
+        with pytest.raises(ValueError, match="give both or neither"):
+            pair.sender.cleanup_nowait("k", to_stage="1")
+
+
+async def test_a_get_after_a_cleanup_is_told_once_that_the_payload_is_gone() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        await pair.put("k", b"x")
+        await pair.sender.cleanup("k")
+        with pytest.raises(Gone) as caught:
+            await pair.get("k")
+        assert caught.value.key == "k@0_1"
+        again = await pair.get_later(nursery, "k")
+        await pair.put("k", b"y")
+        assert await again.wait() == b"y"
+        await pair.assert_whole()
+
+
+async def test_a_get_that_waits_for_room_is_told_when_the_payload_is_cleaned_up() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        full = await fill_receiver(pair, nursery)
+        await pair.put("k", filled(UNIT))
+        outcome = begin(nursery, pair.get, "k")
+        await wait_until(lambda: pair.sender.statistics().held.get("claimed"))
+        await pair.sender.cleanup("k")
+        with pytest.raises(Gone):
+            await outcome.wait()
+        full.scope.cancel()
+        await pair.assert_whole()
+
+
+async def test_a_payload_that_nobody_fetched_in_time_expires_and_the_next_get_is_told(clock: MockClock) -> None:
+    async with open_pair(sender={"buffer_ttl_seconds": 5}) as pair:
+        await pair.put("k", filled(1000))
+        clock.jump(5)
+        await assert_free(pair.sender)
+        with pytest.raises(Expired) as caught:
+            await pair.get("k")
+        assert caught.value.key == "k@0_1"
+        assert pair.sender.statistics().events["out_expired"] == 1
+        await pair.assert_whole()
+
+
+async def test_a_get_that_waits_for_room_is_told_when_the_payload_expires(clock: MockClock) -> None:
+    async with open_pair(sender={"buffer_ttl_seconds": 5}) as pair, trio.open_nursery() as nursery:
+        full = await fill_receiver(pair, nursery)
+        await pair.put("k", filled(UNIT))
+        outcome = begin(nursery, pair.get, "k")
+        await wait_until(lambda: pair.sender.statistics().held.get("claimed"))
+        clock.jump(5)
+        with pytest.raises(Expired):
+            await outcome.wait()
+        full.scope.cancel()
+        await assert_free(pair.sender, pair.receiver)
+
+
+async def test_the_newest_put_wins_and_frees_the_one_before() -> None:
+    async with open_pair() as pair:
+        for value in (b"one", b"two", b"three"):
+            await pair.put("k", value)
+        assert pair.sender.statistics().held["published"] == UNIT
+        assert await pair.get("k") == b"three"
+        await pair.assert_whole()
+
+
+async def test_a_put_on_a_key_that_is_being_transferred_is_refused_without_a_trace() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        outcome = await pair.hold_one(nursery, "k", b"first")
+        before = pair.sender.statistics()
+        with pytest.raises(KeyBusy):
+            await pair.put("k", b"second")
+        with pytest.raises(KeyBusy):
+            pair.sender.put_nowait("0", "1", "k", b"second")
+        assert pair.sender.statistics() == before
+        pair.sender_engine.release()
+        assert await outcome.wait() == b"first"
+        await pair.put("k", b"second")
+        assert await pair.get("k") == b"second"
+        await pair.assert_whole()
