@@ -9,25 +9,10 @@ from contextlib import asynccontextmanager
 import attrs
 import torch
 import trio
-from rig import (
-    LIMIT,
-    POOL,
-    port_of,
-    receiver_config,
-    sender_config,
-)
-from stock_peers import (
-    StockClient,
-    StockServer,
-    open_stock_client,
-    open_stock_server,
-)
+from rig import LIMIT, POOL, port_of, receiver_config, sender_config
+from stock_peers import StockClient, StockServer, open_stock_client, open_stock_server
 
-from trio_mori import (
-    Connector,
-    ManagedBuffer,
-    open_connector,
-)
+from trio_mori import Connector, ManagedBuffer, open_connector
 from trio_mori.testing import MemoryEngine, MemoryFabric
 
 STRUCTURE = {"hidden": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "ids": [1, 2], "name": "x", "none": None}

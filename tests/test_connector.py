@@ -7,22 +7,9 @@ import pytest
 import torch
 import trio
 import trio.testing
-from rig import (
-    POOL,
-    UNIT,
-    Pair,
-    filled,
-    open_pair,
-    port_of,
-    wait_until,
-)
+from rig import POOL, UNIT, Pair, filled, open_pair, port_of, wait_until
 
-from trio_mori import (
-    ConfigError,
-    NoRoom,
-    NotReady,
-    UnsupportedPayload,
-)
+from trio_mori import ConfigError, NoRoom, NotReady, UnsupportedPayload
 
 pytestmark = pytest.mark.deterministic
 

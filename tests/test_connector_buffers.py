@@ -6,22 +6,9 @@ import pytest
 import torch
 import trio
 import trio.testing
-from rig import (
-    POOL,
-    assert_books_agree,
-    begin,
-    filled,
-    open_pair,
-    receiver_config,
-    start_stage,
-    wait_until,
-)
+from rig import POOL, assert_books_agree, begin, filled, open_pair, receiver_config, start_stage, wait_until
 
-from trio_mori import (
-    KeyBusy,
-    LeaseError,
-    ManagedBuffer,
-)
+from trio_mori import KeyBusy, LeaseError, ManagedBuffer
 
 pytestmark = pytest.mark.deterministic
 

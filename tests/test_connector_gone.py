@@ -5,22 +5,10 @@ from __future__ import annotations
 import pytest
 import trio
 import trio.testing
-from rig import (
-    UNIT,
-    assert_free,
-    begin,
-    fill_receiver,
-    filled,
-    open_pair,
-    wait_until,
-)
+from rig import UNIT, assert_free, begin, fill_receiver, filled, open_pair, wait_until
 from trio.testing import MockClock
 
-from trio_mori import (
-    Expired,
-    Gone,
-    KeyBusy,
-)
+from trio_mori import Expired, Gone, KeyBusy
 
 pytestmark = pytest.mark.deterministic
 

@@ -5,20 +5,9 @@ from __future__ import annotations
 import pytest
 import trio
 import trio.testing
-from rig import (
-    POOL,
-    UNIT,
-    assert_books_agree,
-    filled,
-    open_pair,
-    port_of,
-    wait_until,
-)
+from rig import POOL, UNIT, assert_books_agree, filled, open_pair, port_of, wait_until
 
-from trio_mori import (
-    ConfigError,
-    ConnectorClosed,
-)
+from trio_mori import ConfigError, ConnectorClosed
 
 pytestmark = pytest.mark.deterministic
 

@@ -6,21 +6,9 @@ import pytest
 import torch
 import trio
 import trio.testing
-from rig import (
-    POOL,
-    UNIT,
-    assert_free,
-    begin,
-    fill_receiver,
-    filled,
-    open_pair,
-    wait_until,
-)
+from rig import POOL, UNIT, assert_free, begin, fill_receiver, filled, open_pair, wait_until
 
-from trio_mori import (
-    TooBig,
-    TransferFailed,
-)
+from trio_mori import TooBig, TransferFailed
 
 pytestmark = pytest.mark.deterministic
 

@@ -5,32 +5,12 @@ from __future__ import annotations
 import attrs
 import pytest
 import trio
-from rig import (
-    LIMIT,
-    POOL,
-    UNIT,
-    Outcome,
-    assert_free,
-    begin,
-    filled,
-    receiver_config,
-    wait_until,
-)
-from stock_edges import (
-    Receiving,
-    open_descriptors,
-    open_receiving,
-)
-from stock_peers import (
-    open_stock_server,
-)
+from rig import LIMIT, POOL, UNIT, Outcome, assert_free, begin, filled, receiver_config, wait_until
+from stock_edges import Receiving, open_descriptors, open_receiving
+from stock_peers import open_stock_server
 from trio.testing import MockClock
 
-from trio_mori import (
-    NoRoom,
-    TransferFailed,
-    open_connector,
-)
+from trio_mori import NoRoom, TransferFailed, open_connector
 from trio_mori._protocol.extents import INBOUND
 from trio_mori.testing import MemoryFabric
 

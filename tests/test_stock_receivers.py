@@ -8,33 +8,12 @@ import msgspec
 import pytest
 import torch
 import trio
-from rig import (
-    POOL,
-    UNIT,
-    assert_books_agree,
-    assert_free,
-    begin,
-    filled,
-    port_of,
-    receiver_config,
-    wait_until,
-)
-from stock_edges import (
-    STRUCTURE,
-    assert_structure,
-    open_sending,
-)
-from stock_peers import (
-    encode,
-    open_stock_client,
-    restored,
-    serialised,
-)
+from rig import POOL, UNIT, assert_books_agree, assert_free, begin, filled, port_of, receiver_config, wait_until
+from stock_edges import STRUCTURE, assert_structure, open_sending
+from stock_peers import encode, open_stock_client, restored, serialised
 from trio.testing import MockClock
 
-from trio_mori import (
-    open_connector,
-)
+from trio_mori import open_connector
 
 deterministic = pytest.mark.deterministic
 

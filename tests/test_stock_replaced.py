@@ -5,33 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import trio
-from rig import (
-    LIMIT,
-    POOL,
-    assert_free,
-    begin,
-    filled,
-    port_of,
-    receiver_config,
-    sender_config,
-    wait_until,
-)
-from stock_edges import (
-    open_descriptors,
-)
-from stock_peers import (
-    open_stock_server,
-)
+from rig import LIMIT, POOL, assert_free, begin, filled, port_of, receiver_config, sender_config, wait_until
+from stock_edges import open_descriptors
+from stock_peers import open_stock_server
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from trio_mori import (
-    Connector,
-    ManagedBuffer,
-    NotReady,
-    PeerLost,
-    PeerRestarted,
-    open_connector,
-)
+from trio_mori import Connector, ManagedBuffer, NotReady, PeerLost, PeerRestarted, open_connector
 from trio_mori.testing import MemoryEngine, MemoryFabric
 
 deterministic = pytest.mark.deterministic

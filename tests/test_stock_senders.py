@@ -7,30 +7,11 @@ from contextlib import suppress
 import pytest
 import torch
 import trio
-from rig import (
-    assert_free,
-    begin,
-    filled,
-    receiver_config,
-    wait_until,
-)
-from stock_edges import (
-    STRUCTURE,
-    Receiving,
-    assert_structure,
-    open_receiving,
-)
-from stock_peers import (
-    encode,
-)
+from rig import assert_free, begin, filled, receiver_config, wait_until
+from stock_edges import STRUCTURE, Receiving, assert_structure, open_receiving
+from stock_peers import encode
 
-from trio_mori import (
-    ManagedBuffer,
-    NotReady,
-    RemoteProtocolError,
-    TransferFailed,
-    open_connector,
-)
+from trio_mori import ManagedBuffer, NotReady, RemoteProtocolError, TransferFailed, open_connector
 
 deterministic = pytest.mark.deterministic
 
