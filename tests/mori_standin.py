@@ -227,7 +227,7 @@ class IOEngine:
         return one
 
     def deregister_memory(self, desc: MemoryDesc) -> None:
-        assert all(status.code is not StatusCode.IN_PROGRESS for status in self._posted)
+        assert all(status.Code() is not StatusCode.IN_PROGRESS for status in self._posted)
         self._memory.remove(desc)
 
     def allocate_transfer_uid(self) -> int:

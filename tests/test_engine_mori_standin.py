@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -21,6 +22,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed, open_connector
 from trio_mori._engines import _mori, _mori_sweep, _mori_transfers, open_engine
+from trio_mori._engines._mori_library import MemoryDesc
+from trio_mori._engines._mori_outlet import Outlet
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, Region, Write
 from trio_mori.testing._engine_bench import Check, EngineBench, fill, same
@@ -440,3 +443,55 @@ async def test_a_pool_that_peers_may_still_write_to_outlives_an_engine_that_was_
             del engine
     assert regions[False]() is None, "memory of a GPU does not wait for the collector"
     assert regions[True]() is not None
+
+
+@deterministic
+def test_ctrl_c_between_a_post_and_the_wait_for_its_end_does_not_end_the_engine_over_the_write(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(mori_standin.TransferStatus):
+        def WaitFor(self, timeout_ms: int = -1) -> StatusCode:
+            if threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGINT)
+            return super().WaitFor(timeout_ms)
+
+    async def main() -> None:
+        with trio.fail_after(10):
+            async with pair() as (engine, _, peer):
+                await engine.write(peer, Write(0, 0, 100))
+                monkeypatch.setattr(mori_standin, "TransferStatus", Interrupted)
+                fabric.asked = 5
+                await engine.write(peer, Write(0, 0, 100))
+
+    monkeypatch.setattr(_mori_transfers, "INLINE", 0)
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+    assert fabric.statuses[-1].Code() is StatusCode.SUCCESS, "the close has waited for it"
+
+
+@deterministic
+def test_ctrl_c_while_the_first_write_is_in_its_thread_leaves_the_thread_what_it_uses(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted, over = threading.Event(), threading.Event()
+    post = Outlet.post
+
+    def posted_late(outlet: Outlet, remote: MemoryDesc, write: Write) -> object:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted.wait(10)
+        try:
+            return post(outlet, remote, write)
+        finally:
+            over.set()
+
+    async def main() -> None:
+        with trio.fail_after(10):
+            async with pair() as (engine, _, peer):
+                await engine.write(peer, Write(0, 0, 100))
+
+    monkeypatch.setattr(Outlet, "post", posted_late)
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+    interrupted.set()
+    assert over.wait(10)
+    assert len(fabric.statuses) == 1, "its engine and memory were still there"

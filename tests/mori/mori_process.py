@@ -6,6 +6,7 @@ mori_process.py write HOW           reads a descriptor, begins eight writes, and
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import mori_lane
@@ -30,7 +31,10 @@ async def own(size: int, device: str) -> None:
 
 
 async def write(how: str) -> None:
-    """Begin eight writes, and end while they are under way: `wait` for them, `abandon` them, or `raise`."""
+    """Begin eight writes, and end while they are under way: `wait` for them, `abandon` them, `raise`, or `interrupt`.
+
+    The last is Ctrl-C at the moment at which Mori has taken a write and nobody waits for it yet.
+    """
     line = await trio.to_thread.run_sync(sys.stdin.readline)
     peer_descriptor = Descriptor(*map(bytes.fromhex, line.split()))
 
@@ -46,6 +50,9 @@ async def write(how: str) -> None:
         engine.region.tensor.fill_(7)
         await engine.write(peer, Write(0, 0, 1024))
         mori_lane.control("copy_delay_us", 400_000)
+        if how == "interrupt":
+            engine._transfers._ends_soon = interrupted
+            await engine.write(peer, Write(0, 0, 1024))
         async with trio.open_nursery() as nursery:
             for number in range(8):
                 nursery.start_soon(try_write, number)
@@ -54,6 +61,11 @@ async def write(how: str) -> None:
                 engine.abandon()
         if how == "raise":
             raise SystemExit(3)
+
+
+def interrupted(status: object, size: int) -> bool:
+    signal.raise_signal(signal.SIGINT)
+    return False
 
 
 def run(role: str, *arguments: str) -> None:

@@ -119,7 +119,7 @@ async def _write_or_fail(engine: Engine, peer: EnginePeer) -> None:
 
 
 @emulated
-@pytest.mark.parametrize(("how", "status"), [("wait", 0), ("abandon", 0), ("raise", 3)])
+@pytest.mark.parametrize(("how", "status"), [("wait", 0), ("abandon", 0), ("raise", 3), ("interrupt", -2)])
 async def test_a_process_ends_with_copies_in_flight_as_it_meant_to(how: str, status: int) -> None:
     with trio.fail_after(60):
         async with owner() as other:

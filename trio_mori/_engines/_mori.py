@@ -53,6 +53,7 @@ SEEN = 10e-3
 
 
 @asynccontextmanager
+@trio.lowlevel.enable_ki_protection
 async def open_mori(
     backend: str, *, pool_size: int, device: str, options: Mapping[str, object], region: Region | None = None
 ) -> AsyncIterator[Engine]:
@@ -170,6 +171,7 @@ class MoriEngine(Engine):
         self._peers[descriptor] = peer
         return peer
 
+    @trio.lowlevel.enable_ki_protection
     def drop_peer(self, peer: EnginePeer) -> None:
         if isinstance(peer, MoriPeer) and peer.owner is self:
             del self._peers[peer.descriptor]
@@ -188,6 +190,8 @@ class MoriEngine(Engine):
 
     # --- writes -------------------------------------------------------------------------------------------
 
+    # Ctrl-C would otherwise come between a write that was posted and the wait for it, and the engine end over it.
+    @trio.lowlevel.enable_ki_protection
     async def write(self, peer: EnginePeer, write: Write) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._state is not _OPEN:
@@ -209,6 +213,7 @@ class MoriEngine(Engine):
         else:
             await self._transfers.carry_out(peer, write, status)
 
+    @trio.lowlevel.enable_ki_protection
     def abandon(self) -> None:
         self._state = _State.ABANDONED
         # Peers that were not heard of again may still write here, whatever is under way from here.
@@ -228,6 +233,7 @@ class MoriEngine(Engine):
         except DescriptorRefused as error:
             raise EngineUnavailable(f"{self.name}: our own pool cannot be reached by others: {error}") from error
 
+    @trio.lowlevel.enable_ki_protection
     async def _drain(self) -> None:
         if self._state is _OPEN:
             self._state = _State.CLOSED

@@ -62,6 +62,10 @@ class Backend(ABC):
         """Let go of an outlet by which a first write could not leave."""
 
     @abstractmethod
+    def leave(self) -> None:
+        """A first write was left alone in its thread: nothing that it may use is ever closed."""
+
+    @abstractmethod
     def forget(self, peer: MoriPeer, outlet: Outlet | None) -> None:
         """Let go of a peer to which nothing is under way, and of its outlet, if it has one."""
 
@@ -96,6 +100,9 @@ class XgmiBackend(Backend):
         if not outlet.close():
             logger.warning("a failed copy may still be under way: its Mori engine and our pool stay in memory")
 
+    def leave(self) -> None:
+        """Nobody knows its outlet, and nobody closes it."""
+
     def forget(self, peer: MoriPeer, outlet: Outlet | None) -> None:
         if outlet is not None:
             outlet.forget(peer.engine)
@@ -123,6 +130,9 @@ class RdmaBackend(Backend):
 
     def close(self, outlet: Outlet) -> None:
         """It is everybody's, and ends with the engine."""
+
+    def leave(self) -> None:
+        self.home.doubtful = True
 
     def forget(self, peer: MoriPeer, outlet: Outlet | None) -> None:
         self.home.forget(peer.engine)  # also a peer that was lost, and has no outlet since

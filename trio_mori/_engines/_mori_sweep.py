@@ -100,6 +100,7 @@ class Sweep:
         self._stopped = True
         self._mailbox.put(None)
 
+    @trio.lowlevel.enable_ki_protection
     async def _run(self) -> None:
         with trio.CancelScope(shield=True):  # it ends by itself, soon after the last transfer
             while not self._stopped and not self._mailbox.empty():

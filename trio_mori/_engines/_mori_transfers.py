@@ -11,7 +11,7 @@ import trio
 
 from .._errors import TransferFailed
 from ..abc import Write
-from ._immortal import keep_for_ever
+from ._immortal import keep_for_ever, let_go
 from ._mori_backend import Backend
 from ._mori_library import Code, Status
 from ._mori_outlet import Outlet
@@ -128,6 +128,7 @@ class Transfers:
             if peer.outlet is not None:
                 return self._post(peer, peer.outlet, write)
             outlet, status = await self._in_thread(self._open_and_post, peer, write)
+            let_go(status)
             if status is not None and not status.Succeeded() and status.Code().name in self._backend.refusals:
                 self._backend.close(outlet)
                 raise self._failure(peer, outlet, write, status)
@@ -139,10 +140,12 @@ class Transfers:
         outlet = self._backend.outlet_for(peer)
         outlet.introduce(peer.engine, peer.pool)
         try:
-            return outlet, outlet.post(peer.memory, write)
+            status = outlet.post(peer.memory, write)
         except RuntimeError as error:
             self._backend.close(outlet)
             raise TransferFailed(f"write to {peer.identity} refused: Mori cannot reach it: {error}") from error
+        keep_for_ever(status)  # nobody takes it if this was abandoned meanwhile
+        return outlet, status
 
     def _post(self, peer: MoriPeer, outlet: Outlet, write: Write) -> Status | None:
         try:
@@ -158,6 +161,10 @@ class Transfers:
                 return await trio.to_thread.run_sync(
                     partial(call, *args, **kwargs), abandon_on_cancel=True, limiter=self._threads
                 )
+            except KeyboardInterrupt:  # ends any wait of the main task, also a shielded one
+                self._left_behind = True
+                self._backend.leave()
+                raise
             finally:
                 self._waits.discard(scope)
         raise TransferFailed("a first write was abandoned while it was posted", settled=False)
