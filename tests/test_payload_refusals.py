@@ -117,7 +117,7 @@ def test_a_description_that_no_receiver_accepts_is_refused(monkeypatch: pytest.M
 
 
 def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trio_mori._payload_plan.MAX_NODES", 100)
+    monkeypatch.setattr("trio_mori._payload_skeleton.MAX_NODES", 100)
     assert plan([0] * 99).size == 0
     assert refusal([0] * 100).path == "payload[99]"
     assert plan(set(range(99))).size == 0
