@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -162,3 +163,27 @@ def test_a_buffer_of_the_stock_connector_can_be_put(pair: tuple[Any, Any]) -> No
     received, _ = down.get("0", "1", "buffer", metadata)
     assert (size, metadata["is_fast_path"]) == (16, True)
     assert received.to_bytes() == bytes(range(offset, offset + 16))
+
+
+def test_whatever_the_last_step_knows_by_its_keys_is_suspect() -> None:
+    from trio_mori_vllm_omni._values import SUSPECT
+    from vllm_omni.distributed.omni_connectors.utils import serialization
+
+    for keys in (serialization._REQUEST_OUTPUT_KEYS, serialization._COMPLETION_OUTPUT_KEYS):
+        assert keys & SUSPECT
+    markers = {serialization._TENSOR_MARKER, serialization._NDARRAY_MARKER, serialization._PIL_IMAGE_MARKER}
+    assert markers <= SUSPECT
+
+
+@pytest.mark.parametrize("form", [OrderedDict, lambda tree: [tree], lambda tree: ({"x": tree},)])
+def test_what_the_last_step_makes_of_a_tree_is_made_wherever_it_is(form: Callable[[object], object]) -> None:
+    from trio_mori_vllm_omni._values import StockCodec
+    from vllm_omni.distributed.omni_connectors.utils.serialization import OmniMsgpackDecoder
+
+    tree = form({"index": 0, "text": "hi", "token_ids": [1], "finish_reason": None, "cumulative_logprob": None,
+                 "logprobs": None})  # fmt: skip
+    expected = OmniMsgpackDecoder()._post_process(tree)
+    revived = StockCodec().revived(tree)
+    assert type(revived) is type(expected)
+    assert repr(revived) == repr(expected)
+    assert repr(expected) != repr(tree)
