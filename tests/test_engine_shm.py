@@ -15,6 +15,7 @@ from rig import EVERY_ENGINE_CHECK
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori import ConfigError, DescriptorRefused, EngineUnavailable, TransferFailed, open_engine
+from trio_mori._engines._fence import LOOK, Fence
 from trio_mori._engines._shm_owner import Memory, choose_way, decode, describe_self, encode, open_memory
 from trio_mori._engines._syscalls import memfd_create, pidfd_open
 from trio_mori.abc import Descriptor, Write
@@ -280,3 +281,18 @@ async def test_other_engines_devices_and_sizes_are_refused_by_name() -> None:
         with pytest.raises(ConfigError, match=named):
             async with open_engine("shm", pool_size=size, device=device):
                 pass
+
+
+def test_the_end_of_a_peer_is_seen_within_a_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    ours, theirs = os.pipe()
+    fence = Fence(ours)
+    try:
+        assert not fence.is_over()
+        os.close(theirs)
+        assert not fence.is_over()  # a look counts as long as this
+        now += 1.1 * LOOK
+        assert fence.is_over()
+    finally:
+        fence.close()
