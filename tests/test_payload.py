@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from PIL import Image
 
 from trio_mori import UnsupportedPayload, _payload_copy
 from trio_mori._payload import plan, restore
-from trio_mori._payload_copy import KEEPS_GIL, memmove
+from trio_mori._payload_copy import KEEPS_GIL, memmove, new_tensor
 from trio_mori._payload_format import ALIGNMENT, DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -433,3 +434,28 @@ def test_a_chunk_is_copied_without_giving_the_interpreter_away_and_more_is_not(n
         assert type(_payload_copy._memmove_with_gil)._flags_ & _ctypes.FUNCFLAG_PYTHONAPI  # type: ignore[attr-defined]
         patch.setattr(_payload_copy, "_memmove_with_gil", lambda *_: None)
         assert copied() is not keeps
+
+
+@deterministic
+def test_a_small_tensor_is_made_by_what_keeps_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("torch.empty gives the interpreter away")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    for shape in ([], [3], [2, 1, 4]):
+        assert list(new_tensor(torch.int64, shape, 8).shape) == shape
+
+
+@deterministic
+@pytest.mark.parametrize("has_one", [True, False])
+def test_tensors_are_made_without_a_numpy_that_suits_torch(monkeypatch: pytest.MonkeyPatch, has_one: bool) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    other = ModuleType("numpy")
+    monkeypatch.setattr(other, "empty", refuse, raising=False)
+    monkeypatch.setitem(sys.modules, "numpy", other)
+    if not has_one:
+        monkeypatch.delitem(sys.modules, "numpy")
+    tensor = new_tensor(torch.int64, [2, 3], 48)
+    assert (tensor.dtype, tuple(tensor.shape)) == (torch.int64, (2, 3))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from payloads import STRUCTS, Cell, Frozen, Pair, Record, bits, frame, guarded, packed, sent
 
 from trio_mori import RemoteProtocolError, UnsupportedPayload
-from trio_mori._payload import restore
+from trio_mori._payload import glance, restore
 from trio_mori._payload_format import DTYPES
 from trio_mori._stock_payload import stock_decode, stock_encode, stock_size
 
@@ -134,6 +134,34 @@ def test_a_changed_header_is_refused_or_reads_only_what_came(
         at = 1 + at % max(1, len(changed) - 1)
         changed[at : at + (kind != "insert")] = b"" if kind == "drop" else bytes([byte])
     assert outcome(bytes(changed), body, 0x00, copy=copy) == outcome(bytes(changed), body, 0xFF, copy=copy)
+
+
+@given(STRUCTURES | st.lists(tensors()) | st.dictionaries(TEXT, tensors() | TEXT | st.lists(st.integers(0, 9))), EDITS)
+@settings(max_examples=200)
+def test_what_is_made_at_a_glance_is_what_a_whole_look_makes(data: object, edits: list[tuple[str, int, int]]) -> None:
+    header, body = packed(data)
+    changed, source = bytearray(header), guarded(body, 0)
+    for kind, at, byte in edits:
+        at = 1 + at % max(1, len(changed) - 1)
+        changed[at : at + (kind != "insert")] = b"" if kind == "drop" else bytes([byte])
+    recipe = None
+    with suppress(RemoteProtocolError):
+        recipe = glance(bytes(changed)).recipe
+    if recipe is not None and recipe.size <= len(body):
+        made = [recipe.made_of(source.data_ptr()) for _ in range(2)]
+        assert bits(made[0]) == bits(made[1]) == bits(restore(bytes(changed), source).value)
+
+
+def test_what_is_made_twice_at_a_glance_shares_nothing() -> None:
+    header, body = packed({"a": [1, 2], "b": [{}, (3, [])], "c": torch.ones(2), "d": torch.tensor(True)})
+    recipe, source = glance(header).recipe, guarded(body, 0)
+    assert recipe is not None
+    first: Any = recipe.made_of(source.data_ptr())
+    first["a"].append(3)
+    first["b"][0]["x"] = first["b"][1][1].append(4)
+    first["c"].zero_()
+    first["d"].logical_not_()
+    assert bits(recipe.made_of(source.data_ptr())) == bits(restore(header, source).value)
 
 
 @given(st.binary(max_size=60), st.binary(max_size=40))

@@ -7,7 +7,10 @@ against 0.74 ms for 16 MB), and on a busy one it stalls for 8 ms.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -35,6 +38,31 @@ _NEW_MEMORY = 256 << 10
 _ONE_THREAD = 32768
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Most calls of torch give the interpreter away, however short they are. Where another thread waits for it that wakes
+# this thread for nothing at best, and is 5 ms until it comes back at worst. So the two things that are done for every
+# small tensor, to look whether its bits mean what they are and to make one, are done by calls that keep it.
+_LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate) | torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
+_LAZY_BITS = _LAZY.raw_repr()
+
+# How numpy calls the dtypes that it has, too, and the dimensions that every release of it knows.
+_IN_NUMPY = {
+    getattr(torch, name): name
+    for name in [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
+}
+_NUMPY_DIMS = 32
 
 
 @attrs.define(eq=False)
@@ -89,8 +117,8 @@ def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one run of bytes that mean what they are."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    """Whether a tensor is one run of bytes that mean what they are, with none to be negated when they are read."""
+    return tensor.is_contiguous() and not torch._C._dispatch_keys(tensor).raw_repr() & _LAZY_BITS
 
 
 def same_bits(leaf: Leaf, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,10 +233,23 @@ def new_tensor(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> torch.T
     """A tensor of its own host memory, not initialised, that has so many bytes."""
     if nbytes >= _spare.LARGE:
         return torch.frombuffer(_spare.take(nbytes), dtype=torch.uint8).view(dtype).view(shape)
+    name, numpy = _IN_NUMPY.get(dtype), sys.modules.get("numpy")
+    if numpy is not None and name is not None and nbytes and len(shape) <= _NUMPY_DIMS and _suits_torch(numpy):
+        return torch.from_numpy(numpy.empty(shape, name))
     if dtype is torch.complex32:
         # torch warns of allocating one, and a receiver may take warnings for errors.
         return torch.empty(shape, dtype=torch.int32, device="cpu").view(dtype)
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+@lru_cache
+def _suits_torch(numpy: ModuleType) -> bool:
+    """Whether it is of a release for which this torch was built."""
+    try:
+        torch.from_numpy(numpy.empty(1))
+    except RuntimeError:
+        return False
+    return True
 
 
 def fill(address: int, source: Any, nbytes: int) -> None:

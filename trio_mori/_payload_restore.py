@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import attrs
@@ -34,7 +33,6 @@ from ._payload_format import (
     NAMEDTUPLE,
     ORDERED,
     PAIRS,
-    RAW_HEADER,
     SCALAR,
     SET,
     SIZE,
@@ -48,8 +46,8 @@ from ._payload_format import (
     junk,
     nbytes_of,
     open_header,
-    open_inline,
 )
+from ._payload_glance import PLAIN
 from ._payload_structs import rebuild, type_name
 
 
@@ -99,72 +97,6 @@ def restore(
     return Restored(value, tuple(sorted(restorer.unknown)))
 
 
-@attrs.frozen
-class Lone:
-    """One tensor with nothing around it, at the beginning of the bytes."""
-
-    dtype: torch.dtype
-    shape: list[int]
-    nbytes: int
-
-    def copy_of(self, address: int) -> torch.Tensor:
-        """The tensor, of its own memory, given where it lies in host memory."""
-        result = new_tensor(self.dtype, self.shape, self.nbytes)
-        fill(result.data_ptr(), address, self.nbytes)
-        return result
-
-
-@attrs.frozen
-class Glance:
-    """What a short header says at first sight.
-
-    Attributes:
-        is_raw: The payload is one tensor or bytes.
-        lone: The tensor, if it is one and all that can be checked without its bytes was.
-    """
-
-    is_raw: bool
-    lone: Lone | None
-
-
-_RATHER_LONG = Glance(False, None)
-
-
-def glance(header: bytes) -> Glance:
-    """What can be said of a header without the bytes.
-
-    Raises:
-        RemoteProtocolError: it is malformed.
-    """
-    return _glance(header) if len(header) <= RAW_HEADER else _RATHER_LONG
-
-
-def is_raw(header: bytes) -> bool:
-    """Whether a payload is one tensor or bytes.
-
-    Raises:
-        RemoteProtocolError: the header is malformed.
-    """
-    return glance(header).is_raw
-
-
-# Most payloads of an edge have the same few shapes: a header that was seen before takes 0.1 us instead of 8.
-@lru_cache(maxsize=256)
-def _glance(header: bytes) -> Glance:
-    opened = open_inline(header)
-    item = None if opened is None else opened.skeleton
-    if type(item) is not list or not item or item[0] not in (TENSOR, BYTES):
-        return _RATHER_LONG
-    if item[0] == BYTES or len(item) != 4 or item[3] != 0 or type(item[2]) is not list:
-        return Glance(True, None)
-    _, name, shape, _ = item
-    dtype = DTYPES.get(name) if type(name) is str else None
-    if dtype is None or set(map(type, shape)) - {int}:
-        return Glance(True, None)
-    nbytes = nbytes_of(dtype.itemsize, shape)
-    return Glance(True, Lone(dtype, shape, nbytes) if nbytes > 0 else None)
-
-
 class _Restorer:
     """One walk over a skeleton."""
 
@@ -192,7 +124,7 @@ class _Restorer:
                     junk("a map with a key that is no str")
             return {key: self.build(header, value, depth + 1) for key, value in item.items()}
         if type(item) is not list:
-            if type(item) not in _PLAIN:
+            if type(item) not in PLAIN:
                 junk(f"a {type(item).__name__}")
             return item
         self._check_depth(depth)
@@ -301,7 +233,7 @@ class _Restorer:
     # --- containers ---------------------------------------------------------------------------------------
 
     def items(self, header: Header, parts: list[Any], depth: int) -> list[Any]:
-        if set(map(type, parts)) <= _PLAIN:
+        if set(map(type, parts)) <= PLAIN:
             self._nodes += len(parts)
             return parts
         return [self.build(header, part, depth) for part in parts]
@@ -384,9 +316,6 @@ def _slice(parts: list[Any]) -> slice:
     start, stop, step = parts
     return slice(start, stop, step)
 
-
-# What stands for itself. msgpack has more (extensions, times), which no sender writes.
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 _Builder = Callable[[_Restorer, Header, list[Any], int], Any]
 _BUILDERS: dict[int, _Builder] = {

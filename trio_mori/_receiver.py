@@ -232,10 +232,9 @@ class Receiver:
         if landing is not None:
             staged = landing.mirror[extent.offset : extent.offset + size]
             return self.payload_types.restore(header, staged, device=self._device or pool.region.tensor.device)
-        lone = glance(header).lone
-        address = pool.address(extent, size)
-        if lone is not None and address and lone.nbytes <= size and self._device is None:
-            return Restored(lone.copy_of(address), ())
+        recipe, address = glance(header).recipe, pool.address(extent, size)
+        if recipe is not None and address and recipe.size <= size and self._device is None:
+            return Restored(recipe.made_of(address), ())
         return self.payload_types.restore(header, pool.tensor(extent, size), device=self._device)
 
     def finish(self, interest: Interest) -> None:

@@ -20,7 +20,7 @@ from trio_mori._deploy import load_deploy
 from trio_mori._engines import _cuda_owner, _shm_owner
 from trio_mori._engines._mori_identity import process_of
 from trio_mori._payload import restore
-from trio_mori._payload_restore import glance, is_raw
+from trio_mori._payload_glance import glance, is_raw
 from trio_mori._protocol import wire
 from trio_mori._stock_payload import stock_decode, stock_encode, stock_size
 from trio_mori._unix_transport import _unpack
