@@ -59,20 +59,26 @@ class IOEngineConfig:
     port: int = attrs.field(validator=[attrs.validators.instance_of(int), attrs.validators.lt(65536)])
 
 
+def _int(default: int) -> int:
+    """One that fits in Mori's."""
+    fits = [attrs.validators.instance_of(int), attrs.validators.ge(-1), attrs.validators.lt(1 << 31)]
+    return attrs.field(default=default, validator=fits)  # type: ignore[no-any-return]
+
+
 @attrs.frozen
 class RdmaBackendConfig:
-    qp_per_transfer: int = 1
-    post_batch_size: int = -1
-    num_worker_threads: int = -1
+    qp_per_transfer: int = _int(1)
+    post_batch_size: int = _int(-1)
+    num_worker_threads: int = _int(-1)
     poll_cq_mode: PollCqMode = attrs.field(
         default=PollCqMode.POLLING, validator=attrs.validators.instance_of(PollCqMode)
     )
-    enable_notification: bool = True
-    notif_per_qp: int = 1024
-    enable_transfer_chunking: bool = False
-    chunk_bytes: int = 65536
-    max_chunks_per_transfer: int = 64
-    num_nics_per_transfer: int = 1
+    enable_notification: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
+    notif_per_qp: int = _int(1024)
+    enable_transfer_chunking: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    chunk_bytes: int = _int(65536)
+    max_chunks_per_transfer: int = _int(64)
+    num_nics_per_transfer: int = _int(1)
 
 
 @attrs.frozen
@@ -237,7 +243,7 @@ class IOEngine:
     def pop_peer_failure(self) -> PeerFailureEvent | None:
         return self._fabric.failures.pop(0) if self._fabric.failures else None
 
-    def batch_write(self, local, local_offsets, remote, remote_offsets, sizes, uids):  # type: ignore[no-untyped-def]
+    def batch_write(self, local, local_offsets, remote, remote_offsets, sizes, uids, /):  # type: ignore[no-untyped-def]
         outer = (local, local_offsets, remote, remote_offsets, sizes, uids)
         assert all(isinstance(each, list) for each in outer), "lists only"
         assert len({len(each) for each in outer}) == 1, "unequal outer lists abort the process"
@@ -249,6 +255,7 @@ class IOEngine:
             assert len(starts) == len(ends) == len(counts), "unequal inner lists abort the process"
             if target.engine_key not in self.remotes or target.engine_key in self._fabric.unreachable:
                 raise RuntimeError(f"cannot connect to {target.engine_key}")
+            assert all(type(each) is int for each in (*starts, *ends, *counts))
             for start, end, count in zip(starts, ends, counts, strict=True):
                 assert 0 <= start <= source.size - count, "Mori does not check this"
                 assert 0 <= end <= target.size - count, "Mori does not check this"

@@ -7,11 +7,13 @@ import signal
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mori_standin
 import pytest
@@ -21,7 +23,8 @@ from rig import EVERY_ENGINE_CHECK
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed, open_connector
-from trio_mori._engines import _mori, _mori_sweep, _mori_transfers, open_engine
+from trio_mori._engines import _mori, _mori_pool, _mori_sweep, _mori_transfers, open_engine
+from trio_mori._engines._mori import open_mori
 from trio_mori._engines._mori_library import MemoryDesc
 from trio_mori._engines._mori_outlet import Outlet
 from trio_mori._engines._mori_peer import MoriPeer
@@ -114,6 +117,9 @@ async def test_a_connectors_configuration_reaches_mori(
         ("rdma", {"xgmi_num_streams": 4}),
         ("rdma", {"qp_per_transfer": 0}),
         ("rdma", {"qp_per_transfer": True}),
+        ("rdma", {"post_batch_size": 1 << 31}),
+        ("xgmi", {"xgmi_num_streams": 4097}),
+        ("xgmi", {"xgmi_num_events": 65537}),
         ("rdma", {"poll_cq_mode": "sometimes"}),
         ("xgmi", {"qp_per_transfer": 1}),
     ],
@@ -151,7 +157,10 @@ async def test_without_mori_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         ),
         ("raise OSError('libamdhip64.so.7: cannot open shared object file')", r"does not load: libamdhip64\.so\.7"),
         ("import nowhere_to_be_found", "does not load: No module named 'nowhere_to_be_found'"),
+        ("raise AttributeError('torch has no x')", r"does not load: AttributeError: .*amd-mori.*3\.10 and 3\.12"),
+        ("syntax of another Python", r"does not load: SyntaxError: .*amd-mori"),
         ("", r"is not the mori of amd-mori.*pip install amd-mori"),
+        ("class IOEngine: pass", r"mori.io\.py is of a release .* no IOEngine\.create_backend.* amd-mori 1\.2\.4"),
     ],
 )
 async def test_a_mori_that_is_broken_or_another_says_what_is_wrong(
@@ -171,6 +180,52 @@ async def test_a_mori_that_is_broken_or_another_says_what_is_wrong(
     finally:
         for name in ("mori", "mori.io"):
             sys.modules.pop(name, None)
+
+
+@deterministic
+async def test_a_release_of_mori_without_chunking_will_do_until_it_is_asked_for(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Old:
+        def __init__(self, qp_per_transfer: int, post_batch_size: int, num_worker_threads: int, **more: object) -> None:
+            if more.keys() > {"poll_cq_mode", "enable_notification", "notif_per_qp"}:
+                raise TypeError("incompatible constructor arguments")
+
+    def create_backend(self: mori_standin.IOEngine, type: object, config: object) -> None:
+        assert isinstance(config, Old)
+        created(self, type, mori_standin.RdmaBackendConfig())
+
+    created: Any = mori_standin.IOEngine.create_backend
+    monkeypatch.setattr(mori_standin.IOEngine, "create_backend", create_backend)
+    monkeypatch.setattr(fabric, "RdmaBackendConfig", Old)
+    with trio.fail_after(10):
+        async with pair() as (engine, other, peer):
+            await engine.write(peer, Write(0, 0, 100))
+            assert same(engine, 0, other, 0, 100)
+        with pytest.raises(EngineUnavailable, match=r"incompatible constructor arguments.*amd-mori 1.2.4"):
+            async with open_engine("rdma", pool_size=SIZE, options={"enable_transfer_chunking": True}):
+                pass
+
+
+@deterministic
+async def test_a_mori_without_the_backend_says_so(fabric: Fabric) -> None:
+    region = _mori_pool.allocate(SIZE, "cpu")
+    with pytest.raises(EngineUnavailable, match=r"no attribute 'XgmiBackendConfig'.*amd-mori 1.2.4"):
+        async with open_mori("xgmi", pool_size=SIZE, device="cuda:0", options={}, region=region):
+            pass
+
+
+@deterministic
+async def test_a_pool_that_mori_cannot_register_says_what_it_needs(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, tensor: object) -> None:
+        raise RuntimeError("ibv_reg_mr: cannot allocate memory")
+
+    monkeypatch.setattr(mori_standin.IOEngine, "register_torch_tensor", refuse)
+    with pytest.raises(EngineUnavailable, match=r"65536 bytes on cpu: ibv_reg_mr.*ulimit -l"):
+        async with open_engine("rdma", pool_size=SIZE):
+            pass
 
 
 @deterministic
@@ -194,10 +249,10 @@ def test_engines_of_several_threads_never_see_each_others_devices(fabric: Fabric
             async with open_engine("rdma", pool_size=SIZE, options={"rdma_devices": devices}):
                 pass
 
-    names = ["mlx5_0", "mlx5_1", "mlx5_2"]
+    names = ["mlx5_0", "mlx5_1", ""]
     with ThreadPoolExecutor(len(names)) as threads:
         list(threads.map(partial(trio.run, open_and_close), names))
-    assert sorted(fabric.devices) == sorted(names * 5)
+    assert Counter(fabric.devices) == {"mlx5_0": 5, "mlx5_1": 5, None: 5}
     assert "MORI_RDMA_DEVICES" not in os.environ
 
 
@@ -352,6 +407,38 @@ async def test_a_mori_that_does_not_tell_of_lost_peers_will_do(fabric: Fabric, m
             fabric.asked = 5
             await engine.write(peer, Write(0, 0, 100))
             assert same(engine, 0, other, 0, 100)
+
+
+@deterministic
+@pytest.mark.parametrize("error", [RuntimeError("a bad state"), TypeError("incompatible function arguments")])
+async def test_a_mori_that_cannot_be_asked_for_lost_peers_will_do(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def refuse(self: object) -> None:
+        raise error
+
+    monkeypatch.setattr(mori_standin.IOEngine, "pop_peer_failure", refuse)
+    monkeypatch.setattr(_mori_transfers, "INLINE", 0)
+    with trio.fail_after(10):
+        async with pair() as (engine, other, peer):
+            fabric.asked = 5
+            await engine.write(peer, Write(0, 0, 100))
+            assert same(engine, 0, other, 0, 100)
+    assert str(error) in caplog.text
+
+
+@deterministic
+async def test_a_call_that_takes_other_arguments_is_a_failed_write(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, *arguments: object) -> None:
+        raise TypeError("incompatible function arguments")
+
+    with trio.fail_after(10):
+        async with pair() as (engine, _, peer):
+            monkeypatch.setattr(mori_standin.IOEngine, "batch_write", refuse)
+            with pytest.raises(TransferFailed, match="incompatible function arguments"):
+                await engine.write(peer, Write(0, 0, 100))
 
 
 @deterministic

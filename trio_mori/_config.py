@@ -169,8 +169,8 @@ class ConnectorConfig:
     )
     chunk_bytes: int = _key(Integer(0, _INT), 0, "Mori, rdma: cut transfers into chunks of so many bytes; 0: do not.")
     num_nics_per_transfer: int = _key(_COUNT, 1, "Mori, rdma: NICs that one transfer is spread over.")
-    xgmi_num_streams: int = _key(_COUNT, 64, "Mori, xgmi: streams that copies are spread over.")
-    xgmi_num_events: int = _key(_COUNT, 64, "Mori, xgmi: events that tell when copies have ended.")
+    xgmi_num_streams: int = _key(Integer(1, 4096), 64, "Mori, xgmi: streams that copies are spread over.")
+    xgmi_num_events: int = _key(Integer(1, 65536), 64, "Mori, xgmi: events that tell when copies have ended.")
 
     # --- place in the deployment ---
     stage_id: int = _key(Integer(0, _INT, also=(-1,)), -1, "The stage that this connector serves; -1: not told.")

@@ -21,7 +21,7 @@ from ._fence import Fence
 from ._immortal import keep_for_ever
 from ._mori_backend import Backend, RdmaBackend, XgmiBackend, open_outlet
 from ._mori_identity import fence_neighbour, new_key
-from ._mori_library import EngineDesc, Library, load
+from ._mori_library import RAISES, EngineDesc, Library, load
 from ._mori_options import RdmaOptions, XgmiOptions, read_options
 from ._mori_outlet import Outlet
 from ._mori_peer import MoriPeer, decode
@@ -205,7 +205,7 @@ class MoriEngine(Engine):
         if peer.session is not None and write.size:
             try:
                 status = peer.session.write(write.source, write.destination, write.size, next(self._uids))
-            except RuntimeError as error:
+            except RAISES as error:
                 raise self._transfers.doubt(peer, peer.outlet, write, error) from error
         # Asked for the first time it keeps the GIL, for 0.2 us, and nobody else asks.
         if (status is not None and status.Succeeded()) or not write.size:

@@ -11,7 +11,7 @@ import torch
 
 from .._errors import EngineUnavailable, TransferFailed
 from ._mori_identity import new_key
-from ._mori_library import Library, PeerFailure, Session
+from ._mori_library import Library, PeerFailure, Session, outdated
 from ._mori_options import RdmaOptions, XgmiOptions
 from ._mori_outlet import Outlet
 from ._mori_peer import MoriPeer
@@ -26,12 +26,21 @@ def open_outlet(library: Library, settings: XgmiOptions | RdmaOptions, key: str,
     Raises:
         EngineUnavailable: the backend cannot be made here; says why and what to do.
     """
-    engine = library.IOEngine(key, library.IOEngineConfig(settings.host, 0))
     try:
-        settings.create_backend(library, engine)
+        engine = library.IOEngine(key, library.IOEngineConfig(settings.host, 0))
+        try:
+            settings.create_backend(library, engine)
+        except RuntimeError as error:
+            raise EngineUnavailable(settings.explain(error)) from error
+        return Outlet(engine, tensor)
+    except (AttributeError, TypeError) as error:
+        raise EngineUnavailable(f"mori.io {outdated(f'says {error}')}") from error
     except RuntimeError as error:
-        raise EngineUnavailable(settings.explain(error)) from error
-    return Outlet(engine, tensor)
+        raise EngineUnavailable(
+            f"Mori cannot register the pool of {tensor.nbytes} bytes on {tensor.device}: {error}. For rdma, "
+            "`ulimit -l` must allow that much, and memory of GPUs needs the driver's peer memory; or a smaller "
+            "memory_pool_size"
+        ) from error
 
 
 class Backend(ABC):

@@ -10,6 +10,29 @@ import torch
 
 from .._errors import EngineUnavailable
 
+# What is called of it; the configurations of the backends aside, of which one may be missing.
+_USED = {
+    "IOEngine": (
+        "create_backend",
+        "get_engine_desc",
+        "register_remote_engine",
+        "deregister_remote_engine",
+        "register_torch_tensor",
+        "deregister_memory",
+        "allocate_transfer_uid",
+        "create_session",
+        "batch_write",
+    ),
+    "IOEngineConfig": (),
+    "StatusCode": ("IN_PROGRESS",),
+    "BackendType": (),
+    "EngineDesc": ("pack", "unpack"),
+    "MemoryDesc": ("pack", "unpack"),
+}
+
+# What a call of Mori raises: its own errors, and pybind11's for arguments of another release.
+RAISES = (RuntimeError, TypeError)
+
 # Wheels on PyPI of amd-mori 1.2.4, the newest when this was written.
 _WHEELS = ("3.10", "3.12")
 
@@ -126,25 +149,36 @@ def load() -> Library:
         if error.name not in ("mori", "mori.io"):
             raise EngineUnavailable(_broken(error)) from error
         raise EngineUnavailable(_absent()) from error
-    except (ImportError, OSError) as error:
+    except Exception as error:  # whatever its modules raise: of another Python, ROCm or torch, anything may
         raise EngineUnavailable(_broken(error)) from error
     if not hasattr(mori.io, "IOEngine"):
         raise EngineUnavailable(f"{mori.io.__file__} is not the mori of amd-mori: it has no IOEngine. {_absent()}")
+    for name, parts in _USED.items():
+        if lacking := [part for part in parts if not hasattr(getattr(mori.io, name, None), part)]:
+            raise EngineUnavailable(f"{mori.io.__file__} {outdated(f'has no {name}.{lacking[0]}')}")
     return cast(Library, mori.io)
 
 
+def outdated(why: str) -> str:
+    """What to say of a release of Mori that has not what is used here."""
+    return f"is of a release of Mori that trio-mori cannot use: it {why}. Take amd-mori 1.2.4 or later: {_install()}"
+
+
 def _absent() -> str:
+    return f"rdma and xgmi need AMD's Mori: {_install()}. On one host without it: backend_type shm"
+
+
+def _install() -> str:
     version = ".".join(map(str, sys.version_info[:2]))
     wheels = " and ".join(_WHEELS)
     other = "" if version in _WHEELS else f", and this is Python {version}"
-    return (
-        "rdma and xgmi need AMD's Mori: pip install amd-mori (the import name is mori). It has wheels for Python "
-        f"{wheels} on Linux x86_64{other}. On one host without it: backend_type shm"
-    )
+    return f"pip install amd-mori (the import name is mori). It has wheels for Python {wheels} on Linux x86_64{other}"
 
 
 def _broken(error: BaseException) -> str:
+    what = str(error) if isinstance(error, ImportError | OSError) else f"{type(error).__name__}: {error}"
     return (
-        f"Mori is installed and does not load: {error}. It needs ROCm 7 (libamdhip64.so.7) and, of the distribution, "
-        "libpci3, libdrm2, libdrm-amdgpu1, libnuma1 and libibverbs1; `ldd` on its libmori_io.so says which is missing"
+        f"Mori is installed and does not load: {what}. It needs ROCm 7 (libamdhip64.so.7) and, of the distribution, "
+        "libpci3, libdrm2, libdrm-amdgpu1, libnuma1 and libibverbs1; `ldd` on its libmori_io.so says which is missing. "
+        f"If none is: {_install()}"
     )

@@ -15,6 +15,17 @@ from ._mori_library import IOEngine, Library
 # Where Mori reads which NICs to use, and nowhere else.
 _DEVICES = "MORI_RDMA_DEVICES"
 
+# Of rdma, what releases before 1.2 do not know; they are told of it only if it is asked for.
+_NEWER = ("enable_transfer_chunking", "chunk_bytes", "max_chunks_per_transfer", "num_nics_per_transfer")
+
+# What an int of Mori holds.
+_INT = 2**31 - 1
+
+# Mori makes all streams and events of a peer when it is first written to. The most that there may be take it 30 ms
+# (emulated); from two billion it never comes back.
+MOST_STREAMS = 4096
+MOST_EVENTS = 65536
+
 # The environment belongs to the process, and engines may be opened by several trio runs, each in its thread.
 _environment = threading.Lock()
 
@@ -28,8 +39,8 @@ class XgmiOptions:
         xgmi_num_events: Events that tell their ends.
     """
 
-    xgmi_num_streams: int = 64
-    xgmi_num_events: int = 64
+    xgmi_num_streams: int = attrs.field(default=64, metadata={"most": MOST_STREAMS})
+    xgmi_num_events: int = attrs.field(default=64, metadata={"most": MOST_EVENTS})
 
     @property
     def host(self) -> str:
@@ -89,7 +100,11 @@ class RdmaOptions:
 
     def create_backend(self, library: Library, engine: IOEngine) -> None:
         """Give an engine this backend."""
-        options: dict[str, object] = attrs.asdict(self)
+        options: dict[str, object] = {
+            field.name: getattr(self, field.name)
+            for field in attrs.fields(RdmaOptions)
+            if field.name not in _NEWER or getattr(self, field.name) != field.default
+        }
         del options["host"], options["rdma_devices"]
         modes = {"polling": library.PollCqMode.POLLING, "event": library.PollCqMode.EVENT}
         options["poll_cq_mode"] = modes[self.poll_cq_mode]
@@ -114,6 +129,9 @@ def read_options(backend: str, options: Mapping[str, object]) -> XgmiOptions | R
             raise ConfigError(f"{key} must be {wanted.__name__}, not {value!r}", key=key, value=value)
         if wanted is int and not (isinstance(value, int) and (value >= 1 or value == fields[key].default)):
             raise ConfigError(f"{key} must be at least 1, not {value!r}", key=key, value=value)
+        most = fields[key].metadata.get("most", _INT)
+        if wanted is int and isinstance(value, int) and value > most:
+            raise ConfigError(f"{key} must be at most {most}, not {value!r}", key=key, value=value)
     try:
         return kind(**options)  # type: ignore[arg-type]
     except ValueError as error:
@@ -126,11 +144,14 @@ def read_options(backend: str, options: Mapping[str, object]) -> XgmiOptions | R
 
 @contextmanager
 def _chosen_devices(names: str) -> Iterator[None]:
-    """Around the making of a backend: the environment names these devices, and is as before afterwards."""
-    if not names:
-        yield
-        return
+    """Around the making of a backend: the environment names these devices, and is as before afterwards.
+
+    Also who names none waits for its turn: it would have those of another one.
+    """
     with _environment:
+        if not names:
+            yield
+            return
         before = os.environ.get(_DEVICES)
         os.environ[_DEVICES] = names
         try:

@@ -13,7 +13,7 @@ import trio
 from .._errors import DescriptorRefused, TransferFailed
 from ..abc import Descriptor, Engine, EnginePeer
 from ._fence import Fence
-from ._mori_library import EngineDesc, Library, MemoryDesc, Session
+from ._mori_library import RAISES, EngineDesc, Library, MemoryDesc, Session
 from ._mori_outlet import Outlet
 
 # MemoryLocationType in packed form.
@@ -125,7 +125,7 @@ def decode(library: Library, descriptor: Descriptor, *, gpu: bool) -> MoriPeer:
         )
     try:
         ours, theirs = library.EngineDesc.unpack(descriptor.engine), library.MemoryDesc.unpack(descriptor.memory)
-    except (RuntimeError, ValueError) as error:
+    except (*RAISES, ValueError) as error:
         raise DescriptorRefused(f"{who}: refused by Mori: {error}") from error
     peer = MoriPeer(descriptor, ours, theirs, memory.size)  # type: ignore[arg-type]
     if peer.engine.pack() != descriptor.engine or peer.memory.pack() != descriptor.memory:

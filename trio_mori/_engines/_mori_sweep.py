@@ -11,7 +11,7 @@ from typing import TypeVar
 import attrs
 import trio
 
-from ._mori_library import Code, PeerFailure, Status
+from ._mori_library import RAISES, Code, PeerFailure, Status
 from ._mori_outlet import Outlet
 
 T = TypeVar("T")
@@ -53,6 +53,19 @@ class Pending:
     over: bool = False
     lost: str | None = None
     error: Exception | None = None
+
+
+@attrs.frozen
+class Lost:
+    """A peer that Mori has lost.
+
+    Attributes:
+        peer: Key of its engine.
+        why: In Mori's words.
+    """
+
+    peer: str
+    why: str
 
 
 class Sweep:
@@ -120,8 +133,8 @@ class Sweep:
                 self._report(self._settle, over)
             if self._pop_failure is not None and now >= ask_failures_at:
                 ask_failures_at = now + FAILURES
-                if failures := list(iter(self._pop_failure, None)):
-                    self._report(self._lose, failures)
+                if lost := self._lost():
+                    self._report(self._lose, lost)
             pause = LINGER
             if watched:
                 pause = max(min(each.due for each in watched) - time.monotonic(), SHORTEST)
@@ -136,6 +149,20 @@ class Sweep:
             if None in arrived:
                 return
             watched += [each for each in arrived if each is not None]
+
+    def _lost(self) -> Sequence[Lost]:
+        if self._pop_failure is None:
+            return []
+        try:
+            return [
+                Lost(failure.remote_engine_key, f"{failure.reason.name} {failure.detail}".strip())
+                for failure in iter(self._pop_failure, None)
+            ]
+        except (*RAISES, AttributeError) as error:
+            # Without this news each write still ends with its own status; without this thread none would.
+            logger.warning("Mori cannot be asked for lost peers, and is not asked again: %s", error)
+            self._pop_failure = None
+            return []
 
     def _is_over(self, pending: Pending, now: float) -> bool:
         try:
@@ -161,10 +188,10 @@ class Sweep:
             pending.done.set()
         self._progress.unpark_all()
 
-    def _lose(self, failures: Sequence[PeerFailure]) -> None:
-        for failure in failures:
-            logger.warning("Mori lost %s: %s %s", failure.remote_engine_key, failure.reason.name, failure.detail)
+    def _lose(self, lost: Sequence[Lost]) -> None:
+        for each in lost:
+            logger.warning("Mori lost %s: %s", each.peer, each.why)
             for pending in self.open:
-                if pending.peer == failure.remote_engine_key and not pending.done.is_set():
-                    pending.lost = f"{failure.reason.name} {failure.detail}".strip()
+                if pending.peer == each.peer and not pending.done.is_set():
+                    pending.lost = each.why
                     pending.done.set()

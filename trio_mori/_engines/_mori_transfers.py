@@ -13,7 +13,7 @@ from .._errors import TransferFailed
 from ..abc import Write
 from ._immortal import keep_for_ever, let_go
 from ._mori_backend import Backend
-from ._mori_library import Code, Status
+from ._mori_library import RAISES, Code, Status
 from ._mori_outlet import Outlet
 from ._mori_peer import MoriPeer
 from ._mori_sweep import Pending, Sweep
@@ -141,7 +141,7 @@ class Transfers:
         outlet.introduce(peer.engine, peer.pool)
         try:
             status = outlet.post(peer.memory, write)
-        except RuntimeError as error:
+        except RAISES as error:
             self._backend.close(outlet)
             raise TransferFailed(f"write to {peer.identity} refused: Mori cannot reach it: {error}") from error
         keep_for_ever(status)  # nobody takes it if this was abandoned meanwhile
@@ -150,7 +150,7 @@ class Transfers:
     def _post(self, peer: MoriPeer, outlet: Outlet, write: Write) -> Status | None:
         try:
             return outlet.post(peer.memory, write)
-        except RuntimeError as error:
+        except RAISES as error:
             raise self.doubt(peer, outlet, write, error) from error
 
     async def _in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
