@@ -344,6 +344,39 @@ async def test_a_peer_that_cannot_be_connected_to_is_refused_and_tried_again(fab
 
 
 @deterministic
+async def test_writes_that_wait_for_a_connection_fail_with_it_and_later_ones_try_again(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(index: int) -> None:
+        with pytest.raises(TransferFailed, match="cannot connect") as failed:
+            await engine.write(peer, Write(index, index, 100))
+        assert failed.value.settled
+
+    def post(outlet: Outlet, remote: MemoryDesc, write: Write) -> object:
+        nonlocal tries
+        tries += 1
+        assert tried.wait(10)
+        return posted(outlet, remote, write)
+
+    tries, tried, posted = 0, threading.Event(), Outlet.post
+    monkeypatch.setattr(Outlet, "post", post)
+    with trio.fail_after(10):
+        async with pair() as (engine, other, peer):
+            fabric.unreachable.add(peer.engine.key)
+            async with trio.open_nursery() as nursery:
+                for index in range(20):
+                    nursery.start_soon(write, index)
+                await wait_all_tasks_blocked()
+                tried.set()
+            assert tries == 1
+            await write(0)
+            assert tries == 2
+            fabric.unreachable.clear()
+            await engine.write(peer, Write(0, 0, 100))
+            assert same(engine, 0, other, 0, 100)
+
+
+@deterministic
 async def test_a_lost_peer_fails_its_transfers_at_once_and_close_waits_for_their_end(fabric: Fabric) -> None:
     async def write() -> None:
         with pytest.raises(TransferFailed, match="PEER_UNREACHABLE gone") as failed:

@@ -59,6 +59,7 @@ class MoriPeer(EnginePeer):
         seen: When it was last seen to be there, by `time.monotonic`.
         outlet: What writes to it; None until the first write.
         opening: Held by the first write.
+        unreachable: What the last first write that could not leave raised.
         session: The short way, once a write has succeeded.
         writes: `write` calls under way.
     """
@@ -73,6 +74,7 @@ class MoriPeer(EnginePeer):
         self.seen = -inf
         self.outlet: Outlet | None = None
         self.opening = trio.Lock()
+        self.unreachable: TransferFailed | None = None
         self.session: Session | None = None
         self.writes = 0
         self._size = size

@@ -120,14 +120,25 @@ class Transfers:
     # --- posting ------------------------------------------------------------------------------------------
 
     async def _post_in_turn(self, peer: MoriPeer, write: Write) -> Status | None:
-        """Post a write to a peer that none has reached; in a thread, unless one before it did meanwhile."""
+        """Post a write to a peer that none has reached; in a thread, unless one before it did meanwhile.
+
+        Whoever waited while one before it could not connect fails with it: rdma takes 5 s to find that a peer is dead,
+        and a hundred writes in turn would take minutes.
+        """
+        known = peer.unreachable
         async with peer.opening:
             if self._abandoned:
                 raise TransferFailed(f"write to {peer.identity} was abandoned before it was posted", settled=False)
             peer.check_present()
             if peer.outlet is not None:
                 return self._post(peer, peer.outlet, write)
-            outlet, status = await self._in_thread(self._open_and_post, peer, write)
+            if peer.unreachable is not known and peer.unreachable is not None:
+                raise TransferFailed(f"{peer.unreachable}; a write before this one found so") from peer.unreachable
+            try:
+                outlet, status = await self._in_thread(self._open_and_post, peer, write)
+            except TransferFailed as error:
+                peer.unreachable = TransferFailed(str(error))  # without the frames that this one holds
+                raise
             let_go(status)
             if status is not None and not status.Succeeded() and status.Code().name in self._backend.refusals:
                 self._backend.close(outlet)
