@@ -101,6 +101,7 @@ class Address:
         self._keys = keys
         self._listener: ListeningLink | None = None
         self._refused = 0  # by earlier ones
+        self._cut_off = 0  # likewise
         self._nursery = nursery
         self._on_change = on_change
         self._claiming = trio.CancelScope()
@@ -114,6 +115,11 @@ class Address:
     def refused(self) -> int:
         """Connections that were not let in, for want of keys."""
         return self._refused + (0 if self._listener is None else self._listener.refused)
+
+    @property
+    def cut_off(self) -> int:
+        """Connections that were cut off for a message without an end."""
+        return self._cut_off + (0 if self._listener is None else self._listener.cut_off)
 
     async def open(self) -> None:
         """Listen, or see that another process does so for this stage.
@@ -222,6 +228,7 @@ class Address:
 
     def _forget(self, listener: ListeningLink) -> None:
         self._refused += listener.refused
+        self._cut_off += listener.cut_off
         self._listener = None
 
     async def _listen(self, *, task_status: trio.TaskStatus[BindFailed | None]) -> None:

@@ -92,6 +92,11 @@ class Port:
         """Connections that were not let in, for want of keys, where this connector listens."""
         return self._own.refused
 
+    @property
+    def cut_off(self) -> int:
+        """Connections that were cut off for a message without an end, likewise."""
+        return self._own.cut_off
+
     # --- puts ---------------------------------------------------------------------------------------------
 
     async def put(self, key: str, data: object) -> Receipt:

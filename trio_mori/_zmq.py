@@ -18,12 +18,14 @@ from ._errors import BindFailed
 from ._keys import Keys
 from ._link import MAX_BATCH, QueuedLink, Transport
 from ._scope import open_service
+from ._zmq_flood import CONNECTIONS, Sluice, open_sluice
 from ._zmq_guard import HANDSHAKES, MISMATCH, Guard, open_desk
 from ._zmq_socket import (
     CONNECT_TIMEOUT,
     MAX_BYTES,
     MAX_FRAMES,
     Happened,
+    Monitor,
     Socket,
     ZmqTransport,
     lock,
@@ -205,11 +207,12 @@ class DiallingLink(QueuedLink):
 class ListeningLink(QueuedLink):
     """A link to any number of peers that dial one port, on one or several addresses of this host."""
 
-    def __init__(self, endpoints: Sequence[str], transport: Transport, guard: Guard | None) -> None:
+    def __init__(self, endpoints: Sequence[str], transport: ZmqTransport, guard: Guard | None, sluice: Sluice) -> None:
         super().__init__()
         self._endpoints = endpoints
         self._transport = transport
         self._guard = guard
+        self._sluice = sluice
 
     @property
     def address(self) -> str:
@@ -224,6 +227,24 @@ class ListeningLink(QueuedLink):
     def refused(self) -> int:
         """Connections that were not let in, for want of keys."""
         return 0 if self._guard is None else self._guard.refused
+
+    @property
+    def cut_off(self) -> int:
+        """Connections that were cut off for a message without an end."""
+        return self._sluice.cut
+
+    def look_again(self) -> None:
+        """Somebody else has asked the socket, which has input: let `receive` take it."""
+        self._wake()
+
+    async def follow(self, monitor: Monitor) -> None:
+        """Keep account of the connections, until cancelled. Run by whoever opened the link."""
+        while True:
+            happened = await monitor.wait()
+            if self._guard is not None:
+                self._guard.note(happened)
+            self._sluice.note(happened)
+            await trio.lowlevel.checkpoint()  # whoever comes and goes without a pause keeps nobody else waiting
 
 
 @asynccontextmanager
@@ -284,17 +305,19 @@ async def open_listener(
         socket.setsockopt(zmq.ROUTING_ID, LISTENER)  # `fetch_name` asks for it
         if keys is not None:
             lock(socket, keys)
-        endpoints = await stack.enter_async_context(_bound(socket, addresses, port))
-        guard = monitor = None
-        if keys is not None:
-            guard = Guard(keys, ",".join(endpoints))
-            monitor = stack.enter_context(watch(socket, HANDSHAKES))
-        link = ListeningLink(endpoints, ZmqTransport(socket, max_frames=max_frames, max_bytes=max_bytes), guard)
+        # Before it listens, so that no connection is missed.
+        monitor = stack.enter_context(watch(socket, CONNECTIONS | HANDSHAKES | _LISTENER_CLOSED))
+        endpoints = await stack.enter_async_context(_bound(socket, monitor, addresses, port))
+        guard = None if keys is None else Guard(keys, ",".join(endpoints))
+        transport = ZmqTransport(socket, max_frames=max_frames, max_bytes=max_bytes)
+        sluice = stack.enter_context(open_sluice(transport, limit=max_bytes, address=",".join(endpoints)))
+        link = ListeningLink(endpoints, transport, guard, sluice)
         service = await stack.enter_async_context(open_service())
         await service.start(link.flush_forever)
-        if guard is not None and monitor is not None and desk is not None:
+        service.start_soon(link.follow, monitor)
+        service.start_soon(sluice.watch_forever, link.look_again)
+        if guard is not None and desk is not None:
             service.start_soon(guard.answer, desk)
-            service.start_soon(guard.follow, monitor)
         try:
             yield link
         finally:
@@ -341,7 +364,7 @@ async def _resolve_own(host: str, port: int) -> str:
 
 
 @asynccontextmanager
-async def _bound(socket: Socket, addresses: Sequence[str], port: int) -> AsyncIterator[list[str]]:
+async def _bound(socket: Socket, monitor: Monitor, addresses: Sequence[str], port: int) -> AsyncIterator[list[str]]:
     """Listen on all of these addresses, on one port; afterwards on none."""
     for attempt in itertools.count(1):
         endpoints: list[str] = []
@@ -356,7 +379,7 @@ async def _bound(socket: Socket, addresses: Sequence[str], port: int) -> AsyncIt
             yield endpoints
             return
         finally:
-            await _unbind(socket, endpoints)
+            await _unbind(socket, monitor, endpoints)
 
 
 def _bind(socket: Socket, address: str, port: int) -> str:
@@ -376,11 +399,11 @@ def _port_of(endpoints: Sequence[str]) -> int:
     return int(endpoints[0].rpartition(":")[2]) if endpoints else 0
 
 
-async def _unbind(socket: Socket, endpoints: Sequence[str]) -> None:
+async def _unbind(socket: Socket, monitor: Monitor, endpoints: Sequence[str]) -> None:
     """Stop listening, and wait until the kernel knows: libzmq does it later, in its own thread."""
     with trio.CancelScope(shield=True, deadline=trio.current_time() + RELEASE_TIMEOUT):
-        with watch(socket, _LISTENER_CLOSED) as monitor:
-            for endpoint in endpoints:
-                socket.unbind(endpoint)
-            for _ in endpoints:
-                await monitor.wait()
+        for endpoint in endpoints:
+            socket.unbind(endpoint)
+        open_ones = len(endpoints)
+        while open_ones:
+            open_ones -= (await monitor.wait()).event == _LISTENER_CLOSED

@@ -13,7 +13,7 @@ import zmq
 from ._events import PEER_REFUSED
 from ._keys import Keys
 from ._log_limit import LogLimit
-from ._zmq_socket import Happened, Monitor, Socket, ZmqTransport, encode_key
+from ._zmq_socket import Happened, Socket, ZmqTransport, encode_key
 
 logger = logging.getLogger("trio_mori.security")
 
@@ -54,6 +54,7 @@ class Guard:
         self._allowed = keys.allowed
         self._address = address
         self._hosts: dict[int, str] = {}  # of connections whose handshake is under way, by descriptor
+        self._failed: Happened | None = None
         self._logged: dict[tuple[str, str], None] = {}
         self._log_limit = LogLimit()
 
@@ -82,20 +83,17 @@ class Guard:
 
     # --- after ----------------------------------------------------------------------------------------------
 
-    async def follow(self, monitor: Monitor) -> None:
-        """Count the handshakes that failed, until cancelled."""
-        failed: Happened | None = None
-        while True:
-            happened = await monitor.wait()
-            if happened.event == _ACCEPTED:
-                self._hosts[happened.value] = _host_of(happened.value)
-            elif happened.event == _DISCONNECTED:
-                host = self._hosts.pop(happened.value, "a peer")
-                if failed is not None:  # libzmq says of which connection it spoke right afterwards
-                    self._count(failed, host)
-                failed = None
-            elif happened.event != _SUCCEEDED:
-                failed = happened
+    def note(self, happened: Happened) -> None:
+        """Take what libzmq says about its connections, and count the handshakes that failed."""
+        if happened.event == _ACCEPTED:
+            self._hosts[happened.value] = _host_of(happened.value)
+        elif happened.event == _DISCONNECTED:
+            host = self._hosts.pop(happened.value, "a peer")
+            if self._failed is not None:  # libzmq says of which connection it spoke right afterwards
+                self._count(self._failed, host)
+            self._failed = None
+        elif happened.event != _SUCCEEDED:
+            self._failed = happened
 
     def _count(self, failed: Happened, host: str) -> None:
         self.refused += 1

@@ -53,7 +53,12 @@ _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
 class ZmqTransport(Transport):
-    """A ZMQ socket; the first frame of a ROUTER's messages is the route."""
+    """A ZMQ socket; the first frame of a ROUTER's messages is the route.
+
+    Attributes:
+        doubted: Descriptors of connections that a message is waited for from. Reading one takes it out.
+        reads: Messages that were read while there were any.
+    """
 
     def __init__(self, socket: Socket, *, max_frames: int = MAX_FRAMES, max_bytes: int = MAX_BYTES) -> None:
         super().__init__(cast(int, socket.get(zmq.FD)))
@@ -61,6 +66,8 @@ class ZmqTransport(Transport):
         self._routed = socket.type == zmq.ROUTER
         self._max_frames = max_frames + self._routed
         self._max_bytes = max_bytes
+        self.doubted: set[int] = set()
+        self.reads = 0
 
     def settle(self) -> bool:
         self.readable = bool(cast(int, self.socket.get(zmq.EVENTS)) & _POLLIN)
@@ -77,6 +84,9 @@ class ZmqTransport(Transport):
             size += len(frame)
             if count <= self._max_frames:
                 parts.append(frame)
+        if self.doubted:
+            self.doubted.discard(frame.get(zmq.SRCFD))
+            self.reads += 1
         if count > self._max_frames or size > self._max_bytes:
             return None
         frames = [part.bytes for part in parts]

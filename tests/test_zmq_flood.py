@@ -1,0 +1,367 @@
+"""A message without an end: its connection is cut off before its parts fill the memory, and no other one is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+
+import pytest
+import trio
+import zmq
+from rig import LIMIT
+
+from trio_mori import _zmq_flood as flood
+from trio_mori._keys import Keys
+from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
+from trio_mori._zmq_flood import Sluice, open_sluice
+from trio_mori._zmq_socket import Happened, ZmqTransport, new_key_pair, open_socket
+from trio_mori.abc import Arrived, Connected
+
+MIB = 1 << 20
+
+# What a plain ZMQ socket says before its first message, by hand: libzmq itself sends no message before its end.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+EMPTY_PART = b"\x01\x00"
+LAST_PART = b"\x00\x00"
+
+
+def memory() -> int:
+    """Bytes that this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@asynccontextmanager
+async def open_plain(port: int) -> AsyncIterator[trio.SocketStream]:
+    """A connection whose handshake is over."""
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        await stream.send_all(GREETING + b"\x04" + bytes([len(READY)]) + READY)
+        heard = b""
+        while b"Identity" not in heard:  # the end of its own READY; it hangs up on whoever does not wait for that
+            heard += await stream.receive_some()
+        yield stream
+
+
+async def echo(listener: ListeningLink) -> None:
+    """Answer whatever comes."""
+    while True:
+        for event in await listener.receive():
+            if isinstance(event, Arrived):
+                listener.send(event.frames, event.route)
+
+
+async def ask(link: DiallingLink, question: bytes) -> None:
+    """Have something answered."""
+    link.send([b"", question])
+    arrived = [event for event in await link.receive() if isinstance(event, Arrived)]
+    assert [each.frames[1] for each in arrived] == [question]
+
+
+async def send_without_end(stream: trio.SocketStream, parts: bytes, cut_off: trio.Event) -> None:
+    """Send parts until cut off."""
+    try:
+        while True:
+            await stream.send_all(parts)
+    except trio.BrokenResourceError:
+        cut_off.set()
+
+
+@pytest.mark.parametrize(
+    ("part", "most"),
+    # Parts of two bytes take 64 of memory.
+    [(EMPTY_PART, 1024 * MIB), (b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB), 128 * MIB)],
+    ids=["empty", "1 MiB"],
+)
+async def test_a_message_without_an_end_is_cut_off_and_nobody_else_is_disturbed(
+    part: bytes, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = memory()
+    with trio.fail_after(LIMIT):
+        async with open_listener(["127.0.0.1"], 0) as listener, trio.open_nursery() as nursery:
+            nursery.start_soon(echo, listener)
+            async with open_dialler("127.0.0.1", listener.port) as link, open_plain(listener.port) as stream:
+                assert await link.receive() == [Connected()]
+                await ask(link, b"before")
+                cut_off = trio.Event()
+                nursery.start_soon(send_without_end, stream, part * max(1, 65536 // len(part)), cut_off)
+                number = 0
+                while not cut_off.is_set():
+                    number += 1
+                    await ask(link, b"%d" % number)
+                assert memory() - before < most
+                await ask(link, b"after")
+                assert listener.cut_off == 1
+            nursery.cancel_scope.cancel()
+    [record] = [each for each in caplog.records if getattr(each, "event", "") == "peer_cut_off"]
+    assert "127.0.0.1" in record.getMessage()
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "secured"])
+async def test_what_is_held_back_of_a_message_of_libzmq_itself_has_it_cut_off(secured: bool) -> None:
+    keys = None
+    if secured:
+        public, secret = new_key_pair()
+        keys = Keys(public=public, secret=secret, sender=public, allowed={public: "stage"})
+    with trio.fail_after(LIMIT):
+        async with open_listener(["127.0.0.1"], 0, keys=keys) as listener, trio.open_nursery() as nursery:
+            nursery.start_soon(echo, listener)
+            cut_off = trio.Event()
+            port = await nursery.start(hold_back, listener.port, 30 * MIB, 40 * MIB, cut_off)
+            async with open_dialler("127.0.0.1", port, keys=keys) as link:
+                assert await link.receive() == [Connected()]
+                await ask(link, b"before")
+                link.send([b"", *[bytes(MIB)] * 40])
+                await cut_off.wait()
+                assert listener.cut_off == 1
+            nursery.cancel_scope.cancel()
+
+
+async def hold_back(
+    port: int, size: int, whole: int, cut_off: trio.Event, *, task_status: trio.TaskStatus[int]
+) -> None:
+    """Pass a connection on to a port, but only so many bytes of what it sends.
+
+    Once the port has cut it off, the whole of the bytes is taken from it: libzmq ends its process
+    (session_base.cpp:233) if the connection of a message that is half sent and the socket close at once.
+    """
+
+    async def serve(stream: trio.SocketStream) -> None:
+        async with await trio.open_tcp_stream("127.0.0.1", port) as onward, trio.open_nursery() as nursery:
+
+            async def answer() -> None:
+                with suppress(trio.BrokenResourceError):
+                    async for piece in onward:
+                        await stream.send_all(piece)
+                ended.set()
+
+            ended = trio.Event()
+            nursery.start_soon(answer)
+            taken = 0
+            while taken < whole:
+                if taken >= size:
+                    await ended.wait()
+                piece = await stream.receive_some(65536)
+                taken += len(piece)
+                if not ended.is_set():
+                    with suppress(trio.BrokenResourceError):
+                        await onward.send_all(piece)
+            cut_off.set()
+            await trio.sleep_forever()
+
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    task_status.started(listener.socket.getsockname()[1])
+    await trio.serve_listeners(serve, [listener])
+
+
+async def test_whole_messages_that_wait_to_be_read_are_no_flood() -> None:
+    with trio.fail_after(LIMIT):
+        async with open_listener(["127.0.0.1"], 0) as listener:
+            async with open_dialler("127.0.0.1", listener.port) as link:
+                assert await link.receive() == [Connected()]
+                for _ in range(100):
+                    link.send([b"", bytes(MIB)])
+                await trio.sleep(5 * flood.PAUSE)  # for some looks at what nobody reads
+                count = 0
+                while count < 100:
+                    count += len(await listener.receive())
+            assert listener.cut_off == 0
+            assert listener.statistics().oversized == 0
+
+
+async def test_a_flood_is_found_beside_one_of_messages() -> None:
+    """Where the socket always has something to read, it is told by the turns that it gives to each connection."""
+    with trio.fail_after(LIMIT):
+        async with open_listener(["127.0.0.1"], 0) as listener, trio.open_nursery() as nursery:
+            nursery.start_soon(echo, listener)
+
+            async def talk() -> None:
+                async with open_dialler("127.0.0.1", listener.port) as link:
+                    while True:
+                        link.send([b"", bytes(1000)])
+                        await link.receive()
+
+            for _ in range(4):
+                nursery.start_soon(talk)
+            async with open_plain(listener.port) as stream:
+                await send_without_end(stream, EMPTY_PART * 32768, trio.Event())
+            assert listener.cut_off == 1
+            nursery.cancel_scope.cancel()
+
+
+# --- the rule, on connections without libzmq ------------------------------------------------------------------
+
+
+class Reader(ZmqTransport):
+    """A socket of which is said whether it has input."""
+
+    has_input = False
+
+    def settle(self) -> bool:
+        return self.has_input
+
+
+class Bench:
+    """One connection that is watched; what comes by it is read at once."""
+
+    def __init__(self, sluice: Sluice, transport: Reader) -> None:
+        self.sluice, self.transport = sluice, transport
+        self.near, self.far = self.connect()
+
+    def connect(self) -> tuple[socket.socket, socket.socket]:
+        """A connection that was just accepted."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            far = socket.create_connection(server.getsockname())
+            near, _ = server.accept()
+        self.sluice.note(Happened(int(zmq.EVENT_ACCEPTED), near.fileno()))
+        return near, far
+
+    def come(self, size: int) -> None:
+        """Bytes come, are read, and the sluice looks."""
+        while size > 0:
+            piece = min(size, 65536)
+            self.far.sendall(bytes(piece))
+            while piece:
+                piece -= len(self.near.recv(piece))
+            size -= 65536
+        self.sluice._moving.add(self.near.fileno())
+        self.look()
+
+    def look(self) -> None:
+        """Time has passed."""
+        self.sluice._look()
+
+    def deliver(self) -> None:
+        """A message of it is read."""
+        self.transport.doubted.discard(self.near.fileno())
+
+    def is_cut(self) -> bool:
+        """Whether the other end sees an end."""
+        self.far.setblocking(False)
+        try:
+            return self.far.recv(1) == b""
+        except BlockingIOError:
+            return False
+        finally:
+            self.far.setblocking(True)
+
+
+@contextmanager
+def open_bench() -> Iterator[Bench]:
+    with open_socket(zmq.ROUTER, MIB) as unused:
+        transport = Reader(unused)
+        with open_sluice(transport, limit=4 * MIB, address="here") as sluice:
+            bench = Bench(sluice, transport)
+            with bench.near, bench.far:
+                yield bench
+
+
+deterministic = pytest.mark.deterministic
+
+
+@deterministic
+async def test_a_connection_that_is_read_from_may_send_any_amount() -> None:
+    with open_bench() as bench:
+        for _ in range(20):
+            bench.come(2 * MIB)
+            bench.deliver()
+        assert not bench.is_cut()
+        bench.come(1)
+        for _ in range(3):
+            assert not bench.is_cut()
+            bench.come(2 * MIB)
+        assert bench.is_cut()
+        assert bench.sluice.cut == 1
+
+
+@deterministic
+async def test_pauses_between_the_parts_are_no_excuse() -> None:
+    with open_bench() as bench:
+        bench.come(100)
+        bench.deliver()
+        for _ in range(2):
+            bench.look()
+        for _ in range(54):  # the first are not counted, as a message of them may have been read; 5 MiB are the limit
+            assert not bench.is_cut()
+            bench.come(100_000)
+            for _ in range(2):
+                bench.look()
+            assert not bench.sluice._moving
+        assert bench.is_cut()
+
+
+@deterministic
+async def test_messages_are_not_asked_where_they_come_from_while_none_is_in_doubt() -> None:
+    with open_bench() as bench:
+        bench.come(100)
+        bench.deliver()
+        for _ in range(2):
+            bench.look()
+        assert not bench.transport.doubted
+
+
+@deterministic
+async def test_what_waits_to_be_read_is_held_against_nobody_until_each_had_its_turns() -> None:
+    with open_bench() as bench:
+        bench.transport.has_input = True
+        for _ in range(10):
+            bench.come(2 * MIB)
+        bench.look()
+        assert not bench.is_cut()
+        bench.transport.reads += 1000
+        bench.look()
+        assert bench.is_cut()
+
+
+@deterministic
+async def test_another_connection_that_got_the_descriptor_is_left_alone() -> None:
+    with open_bench() as bench:
+        bench.come(1)
+        old = bench.near.fileno()
+        with ExitStack() as stack:
+            bench.near.close()
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            other = stack.enter_context(socket.create_connection(server.getsockname()))
+            if other.fileno() != old:
+                os.dup2(other.fileno(), old)
+                stack.callback(os.close, old)
+            near, _ = server.accept()
+            stack.enter_context(near)
+            for _ in range(100):  # more than it may, of what is no affair of ours
+                near.sendall(bytes(65536))
+                other.recv(65536, socket.MSG_WAITALL)
+            bench.sluice._moving.add(old)
+            bench.sluice._look()
+            assert bench.sluice.cut == 0
+            near.sendall(b"still there")
+            assert other.recv(100) == b"still there"
+
+
+@deterministic
+async def test_a_flood_is_cut_off_though_no_descriptor_is_left() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open_bench() as bench, ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        with suppress(OSError):
+            while True:
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        for _ in range(3):
+            bench.come(2 * MIB)
+        assert bench.is_cut()
+
+
+@deterministic
+async def test_a_connection_at_rest_is_not_looked_at() -> None:
+    with open_bench() as bench:
+        bench.come(1)
+        bench.sluice._look()
+        assert not bench.sluice._moving
+        assert not bench.sluice._poll.poll(0)
+        bench.far.sendall(b"x")
+        assert bench.sluice._poll.poll(1)
