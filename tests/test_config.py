@@ -297,6 +297,20 @@ def test_the_environment_names_rdma_devices_only_where_the_configuration_does_no
 
 
 @deterministic
+@pytest.mark.parametrize("backend", ["rdma", "nixl"])
+def test_a_fallback_that_a_backend_does_not_have_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match=rf"fallback.*backend_type {backend}.*drop it") as caught:
+        ConnectorConfig(backend_type=backend, fallback="host")
+    assert caught.value.key == "fallback"
+
+
+@deterministic
+def test_a_fallback_to_what_is_used_anyway_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ConnectorConfig(backend_type="shm", fallback="host")
+    assert ["fallback: 'host' is ignored" in record.getMessage() for record in caplog.records] == [True]
+
+
+@deterministic
 def test_an_unknown_key_is_kept_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     given = {"zmq_prt": 7, "initial_latents": [1], "codec_chunk_frames": 10}
     for _ in range(2):

@@ -281,6 +281,11 @@ class ConnectorConfig:
         if 2 * self.heartbeat_interval > self.peer_timeout:
             why = f"with peer_timeout {self.peer_timeout:g}; give at most half of it: one late answer is no loss"
             raise _refused("heartbeat_interval", self.heartbeat_interval, why)
+        if self.fallback == "host" and backend in ("rdma", "nixl"):
+            why = f"with backend_type {backend}, which has no other way; drop it, or set backend_type auto"
+            raise _refused("fallback", "host", why)
+        if self.fallback == "host" and backend == "shm":
+            _warn_once("fallback", "fallback: 'host' is ignored; shm moves all bytes by host memory, drop it")
         if backend == "xgmi" and self.device_name:
             _warn_once("device_name", f"device_name: {show(self.device_name)} is ignored; xgmi uses no RDMA device")
 
