@@ -25,7 +25,7 @@ LAYERS = (
     (
         *("_allowed", "_config", "_endpoint", "_deploy*", "_yaml", "_traffic", "_offers", "_link", "_scope", "_zm*"),
         *("_unix*", "_pool", "_buffer", "_payload*", "_stock_payload", "_engines", "_lease", "_arrival", "_gpu"),
-        *("_keys", "_key_files", "_events", "_log_limit", "_quarantine", "_pages", "_spare"),
+        *("_keys", "_key_files", "_events", "_log_limit", "_quarantine", "_pages", "_spare", "_descriptors"),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),
     ("_upstream", "_reception", "_staging"),
@@ -171,7 +171,7 @@ def test_the_rules_import_neither_clocks_nor_sockets_nor_libraries_that_have_the
 
 @pytest.mark.deterministic
 def test_a_portal_knows_nothing_of_connectors() -> None:
-    names = {f"{PACKAGE}.{name}" for name in ("_portal", "_entered", "_errors")}
+    names = {f"{PACKAGE}.{name}" for name in ("_portal", "_entered", "_descriptors", "_errors")}
     own = {each.target for each in ALL if each.importer in names and each.top == PACKAGE}
     assert own <= names
 

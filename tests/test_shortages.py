@@ -1,10 +1,11 @@
 """A process that has no descriptors left for a while: what it was asked for comes when it has some again.
 
-As a program (``python test_shortages.py FREE``) this is that process.
+As a program (``python test_shortages.py FREE``) this is that process; with a name, it opens something without any.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import subprocess
@@ -14,7 +15,9 @@ import pytest
 import torch
 import trio
 
-from trio_mori import open_connector
+from trio_mori import NoDescriptors, blocking, open_connector
+from trio_mori._engines import open_engine
+from trio_mori._zmq import open_dialler, open_listener
 
 POOL = {"memory_pool_size": 4 << 20}
 
@@ -25,6 +28,14 @@ def test_a_get_that_begins_while_descriptors_are_short_is_answered_when_they_are
         [sys.executable, __file__, str(free)], capture_output=True, text=True, timeout=120, check=False
     )
     assert process.stdout == "0.5 and again 0.5\n", process.stderr
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("what", ["connector", "blocking", "engine", "listener", "dialler"])
+def test_what_cannot_be_opened_for_want_of_descriptors_names_the_limit_and_the_remedy(what: str) -> None:
+    process = subprocess.run([sys.executable, __file__, what], capture_output=True, text=True, timeout=120, check=False)
+    assert "NoDescriptors" in process.stdout, process.stderr
+    assert "of the 200 of this process; raise the limit of this process (`ulimit -n`)" in process.stdout
     assert process.returncode == 0, process.stderr
 
 
@@ -67,6 +78,37 @@ async def main(free: int) -> None:
             print(*values, sep=" and again ")
 
 
+async def open_without(what: str) -> None:
+    """Open something although no descriptors are left, and say what comes of it."""
+    async with open_listener(["127.0.0.1"], 0) as listener:  # libzmq's own threads have theirs
+        taken = take_all_but(0)
+        try:
+            if what == "connector":
+                async with open_connector({"role": "receiver", **POOL}):
+                    pass
+            elif what == "blocking":
+                blocking.open_connector({"role": "receiver", **POOL})
+            elif what == "engine":
+                async with open_engine("shm", pool_size=1 << 20):
+                    pass
+            elif what == "listener":
+                async with open_listener(["127.0.0.1"], 0):
+                    pass
+            else:
+                with trio.move_on_after(0.5):
+                    async with open_dialler("127.0.0.1", listener.port):
+                        await trio.sleep_forever()
+        except NoDescriptors as error:
+            print("NoDescriptors", error.limit, error)
+        finally:
+            for each in taken:
+                os.close(each)
+
+
 if __name__ == "__main__":
     torch.ones(1).sum()  # whatever torch opens
+    if not sys.argv[1].isdigit():
+        logging.basicConfig(stream=sys.stdout, format="%(exc_info)s %(args)r")  # where a dialler says it
+        trio.run(open_without, sys.argv[1])
+        sys.exit()
     trio.run(main, int(sys.argv[1]))

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ._errors import KeyRefused as KeyRefused
     from ._errors import LeaseError as LeaseError
     from ._errors import Misuse as Misuse
+    from ._errors import NoDescriptors as NoDescriptors
     from ._errors import NoEndpoint as NoEndpoint
     from ._errors import NoRoom as NoRoom
     from ._errors import NotReady as NotReady
@@ -87,6 +88,7 @@ _HOMES = {
         "KeyRefused",
         "LeaseError",
         "Misuse",
+        "NoDescriptors",
         "NoEndpoint",
         "NoRoom",
         "NotReady",

@@ -16,6 +16,7 @@ import trio
 from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
 from ._config import PAGE, ConnectorConfig, Endpoint, named_endpoint, resolve_host, warn_if_exposed
+from ._descriptors import require_descriptors
 from ._engines import open_engine
 from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
 from ._events import CLOSED, OPEN
@@ -527,10 +528,12 @@ async def open_connector(
         ConfigError: a value is not allowed.
         BindFailed: the port cannot be listened on.
         EngineUnavailable: the engine cannot be opened here.
+        NoDescriptors: too few file descriptors are left.
     """
     if not isinstance(config, ConnectorConfig):
         config = ConnectorConfig.from_dict(config)
     types = PayloadTypes(payload_types)
+    require_descriptors("a connector")
     if config.role != "sender":
         check_device(config.payload_device)
     async with AsyncExitStack() as stack:

@@ -87,6 +87,19 @@ class EngineMismatch(TrioMoriError):
         self.theirs = theirs
 
 
+class NoDescriptors(TrioMoriError, OSError):
+    """This process, or the machine, has too few file descriptors left to open something.
+
+    Attributes:
+        limit: How many the process may have (``ulimit -n``).
+    """
+
+    def __init__(self, message: str, *, limit: int) -> None:
+        super().__init__(message)
+        self.errno = errno.EMFILE
+        self.limit = limit
+
+
 class BindFailed(TrioMoriError, RuntimeError):
     """The control port cannot be listened on.
 

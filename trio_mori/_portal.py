@@ -16,6 +16,7 @@ import trio
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
+from ._descriptors import require_descriptors
 from ._entered import Entered
 from ._errors import ConnectorClosed, InternalError, Misuse
 
@@ -195,6 +196,7 @@ class Portal:
         self.death_is_told = False
         self._ready = threading.Event()
         self._over = threading.Event()
+        require_descriptors("an event loop")
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
             self._thread.start()

@@ -80,6 +80,7 @@ _OTHER_KEY = (
 _REMEDIES = {
     errno.EADDRINUSE: "another socket listens there (`ss -ltnp` names its process): end that one, or set another port",
     errno.EADDRNOTAVAIL: "this host has no such address (`ip addr` lists those it has): set one of them, or 'auto'",
+    errno.EMFILE: "raise the limit of this process (`ulimit -n`), or close what it does not need",
     errno.EACCES: "ports below 1024 need CAP_NET_BIND_SERVICE: set a port from 1024 to 65535, or 0 for any free one",
 }
 

@@ -15,6 +15,7 @@ import trio
 import zmq
 from zmq.utils import z85
 
+from ._descriptors import is_shortage, no_descriptors
 from ._keys import Keys
 from ._link import Transport
 from ._protocol.wire import MAX_BODY
@@ -147,8 +148,17 @@ def open_own_context() -> Iterator[zmq.Context[Socket]]:
 
 @contextmanager
 def open_socket(kind: int, max_bytes: int, context: zmq.Context[Socket] | None = None) -> Iterator[Socket]:
-    """A socket with the options of our links. Nothing lingers when it is closed."""
-    socket = (context or _context).socket(kind)
+    """A socket with the options of our links. Nothing lingers when it is closed.
+
+    Raises:
+        NoDescriptors: none is left for it.
+    """
+    try:
+        socket = (context or _context).socket(kind)
+    except zmq.ZMQError as error:
+        if is_shortage(error.errno):
+            raise no_descriptors("a ZMQ socket", error.errno) from error
+        raise
     try:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
 
+from .._descriptors import require_descriptors
 from .._errors import ConfigError, EngineUnavailable
 from ..abc import Engine
 
@@ -70,6 +71,7 @@ def open_engine(
     Raises:
         ConfigError: no engine has this name, or it has no such device, size or option.
         EngineUnavailable: this release or this host cannot run it; says why.
+        NoDescriptors: too few file descriptors are left.
     """
     if name in _ABSENT:
         raise EngineUnavailable(
@@ -77,6 +79,7 @@ def open_engine(
         )
     if name not in _ENGINES:
         raise ConfigError(f"backend_type {name!r} is unknown; allowed: {_names()}", key="backend_type", value=name)
+    require_descriptors("an engine")
     return _ENGINES[name]()(pool_size=pool_size, device=device, options=options or {})
 
 
