@@ -11,10 +11,11 @@ import pytest
 import trio
 import trio.testing
 from chunk_fakes import codes
-from trio_mori_vllm_omni.chunks._flows import AHEAD, Arrived, Broken, Ended, Inflow, Outflow, Outgoing
+from trio_mori_vllm_omni.chunks._building import Built
+from trio_mori_vllm_omni.chunks._flows import AHEAD, Arrived, Broken, Ended, Event, Inflow, Outflow, Outgoing
 from trio_mori_vllm_omni.chunks._marks import failure_of, is_last
 from trio_mori_vllm_omni.chunks._receiving import PAUSE, RECLAIM
-from trio_mori_vllm_omni.chunks._sending import TERMINAL_GRACE
+from trio_mori_vllm_omni.chunks._sending import AT_ONCE, TERMINAL_GRACE, Sending
 from wires import MemoryWire, Names, chunk, next_events, open_courier
 
 from trio_mori import ConnectorClosed, Expired, Gone, KeyBusy, TooBig, TransferFailed
@@ -43,6 +44,34 @@ async def test_twenty_chunks_arrive_in_order_and_the_end_after_them(wire: Memory
         await forgotten.wait(1)
     assert wire.sent("r") == [{"x": number} for number in range(19)] + [last]
     assert forgotten == ["r"]
+
+
+async def test_a_queue_is_put_without_a_turn_for_each_chunk_but_others_have_theirs(
+    wire: MemoryWire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = dict.fromkeys(("r", "s"), 0)
+    put = wire.put
+
+    async def count(external_id: str, number: int, planned: Any) -> None:
+        turns[external_id] += 1
+        if external_id == "r":
+            most.append(len(wire.sent("r")) - sum(most))
+        await put(external_id, number, planned)
+
+    monkeypatch.setattr(wire, "put", count)
+    most, events = list[int](), list[Event]()
+    flows = [Outflow("id", "r"), Outflow("other", "s")]
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, events.append)
+        for flow in flows:
+            sending.begin(flow)
+            for number in range(3 * AT_ONCE):
+                sending.send(flow, Built(number, False))
+            sending.send(flow, Built("end", True))
+    assert {each.flow for each in events if isinstance(each, Ended)} == set(flows)
+    assert wire.sent("r") == wire.sent("s") == [*range(3 * AT_ONCE), "end"]
+    assert turns == {"r": 3, "s": 3}
+    assert max(most) <= AT_ONCE + 1
 
 
 async def test_a_step_that_makes_no_payload_takes_no_number(wire: MemoryWire) -> None:
