@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from trio_mori._protocol.entries import Event
-from trio_mori._protocol.inbox import Inbox
+from trio_mori._protocol.fetches import Fetches
 from trio_mori._protocol.outbox import Outbox
+from trio_mori._protocol.returns import Returns
 from trio_mori._protocol.shelf import Shelf
 
 
@@ -40,18 +41,18 @@ def _free_while_pinned() -> None:
 
 def _free_destination_of_a_cancelled_get() -> None:
     """A destination is free as soon as its get was cancelled, whatever the sender does."""
-    give_back = Inbox._return
+    cancel = Returns.cancel
 
-    def give_back_and_free(self: Inbox, interest: Any) -> None:
-        give_back(self, interest)
-        self._free_extent(interest)
+    def cancel_and_free(self: Returns, interest: Any) -> None:
+        cancel(self, interest)
+        self._placement.free(interest)
 
-    _replace(Inbox, "_return", give_back_and_free)
+    _replace(Returns, "cancel", cancel_and_free)
 
 
 def _ignore_acks() -> None:
     """The sender does not hear of what was taken."""
-    _replace(Outbox, "_on_ack", lambda *_: None)
+    _replace(Fetches, "on_ack", lambda *_: None)
 
 
 PLANTS: dict[str, Callable[[], None]] = {

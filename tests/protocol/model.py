@@ -51,7 +51,7 @@ def _check_pool(process: Sender | Receiver) -> set[Extent]:
         owned = [e for entry in process.book.shelf.everything() for e in extents_of(entry)]
     else:
         owned = process.book.live_extents()
-        assert process.book._preposted == sum(i.preposted for i in process.channel.interests.values())
+        assert process.book._placement._preposted == sum(i.preposted for i in process.channel.interests.values())
         waiting = process.interests(State.OFFERED)
         if waiting and not pool.used(INBOUND):
             least = min(i.needed for i in waiting)
@@ -96,7 +96,7 @@ def _check_puts(sender: Sender) -> None:
 
 def _check_waiting(sender: Sender) -> None:
     """No live fetch waits for what is there, nor for what is known to be gone."""
-    for key, queue in sender.book._interests.items():
+    for key, queue in sender.book._matching.waiting.items():
         assert queue
         waiting = [f for f in queue if f.session.connected]
         assert all(f.state is Want.WAITING and f.entry is None for f in queue)

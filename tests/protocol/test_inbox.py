@@ -5,8 +5,8 @@ from desks import EPOCH, KEY, UNIT, ReceiverDesk, SenderDesk, fetch_of
 
 from trio_mori._errors import NoRoom, RemoteProtocolError
 from trio_mori._protocol import wire
-from trio_mori._protocol.inbox import FIRST_CAPACITY, RECENT
 from trio_mori._protocol.interests import MISMATCH, PEER_LOST, PEER_RESTARTED, TOO_BIG, State
+from trio_mori._protocol.sizes import FIRST_CAPACITY, RECENT
 
 pytestmark = pytest.mark.deterministic
 

@@ -6,8 +6,8 @@ from desks import EPOCH, KEY, UNIT, ReceiverDesk, fetch_of
 from trio_mori._errors import InternalError, NoRoom
 from trio_mori._protocol import wire
 from trio_mori._protocol.extents import INBOUND
-from trio_mori._protocol.inbox import FIRST_CAPACITY
 from trio_mori._protocol.interests import PEER_LOST, PEER_RESTARTED, State
+from trio_mori._protocol.sizes import FIRST_CAPACITY
 
 pytestmark = pytest.mark.deterministic
 

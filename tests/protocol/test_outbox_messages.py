@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from desks import KEY, REGION, UNIT, SenderDesk
 
-from trio_mori._protocol import outbox, shelf, wire
+from trio_mori._protocol import fetches, shelf, wire
 from trio_mori._protocol.entries import Phase, Want
 
 pytestmark = pytest.mark.deterministic
@@ -162,7 +162,7 @@ def test_an_id_that_is_over_never_starts_again() -> None:
 def test_cancels_of_more_unknown_ids_than_can_be_kept_are_answered_after_a_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outbox, "MAX_CLOSED", 2)
+    monkeypatch.setattr(fetches, "MAX_CLOSED", 2)
     desk = SenderDesk(max_fetches=1)
     session = desk.meet()
     desk.hear(session, wire.Cancel([3, 4, 5]))

@@ -16,44 +16,46 @@ from test_books_machine import Books
 
 from trio_mori._errors import InternalError
 from trio_mori._protocol.entries import ENTRY_TABLE, Course, Entry, Event, Phase, Session, Ticket, Want
-from trio_mori._protocol.inbox import Inbox
+from trio_mori._protocol.fetches import Fetches
 from trio_mori._protocol.interests import Channel, Interest
-from trio_mori._protocol.outbox import Outbox
+from trio_mori._protocol.returns import Returns
+from trio_mori._protocol.senders import Senders
 from trio_mori._protocol.shelf import Shelf
+from trio_mori._protocol.writes import Writes
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def a_write_that_takes_too_long_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Outbox._tell_failed
+    plain = Writes._tell_failed
 
-    def tell_failed(self: Outbox, ticket: Ticket, course: Course, why: str) -> None:
+    def tell_failed(self: Writes, ticket: Ticket, course: Course, why: str) -> None:
         plain(self, ticket, course, why)
         ticket.entry.pins -= course is Course.OVERDUE
 
-    monkeypatch.setattr(Outbox, "_tell_failed", tell_failed)
+    monkeypatch.setattr(Writes, "_tell_failed", tell_failed)
 
 
 def what_is_given_back_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Inbox.give_back
+    plain = Returns.give_back
 
-    def give_back(self: Inbox, interest: Interest) -> None:
-        self._free_extent(interest)
+    def give_back(self: Returns, interest: Interest) -> None:
+        self._placement.free(interest)
         plain(self, interest)
 
-    monkeypatch.setattr(Inbox, "give_back", give_back)
+    monkeypatch.setattr(Returns, "give_back", give_back)
 
 
 def another_sender_proves_the_last_one_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Inbox._succeed
+    plain = Senders._succeed
 
-    def succeed(self: Inbox, channel: Channel) -> None:
+    def succeed(self: Senders, channel: Channel) -> None:
         epoch = channel.epoch
         plain(self, channel)
         for extent in channel.ghosts.pop(epoch or b"", ()):
             self._extents.free(extent)
 
-    monkeypatch.setattr(Inbox, "_succeed", succeed)
+    monkeypatch.setattr(Senders, "_succeed", succeed)
 
 
 def a_fetch_starts_as_often_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,24 +63,24 @@ def a_fetch_starts_as_often_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def a_cancel_counts_as_an_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Outbox._on_cancel
+    plain = Fetches.on_cancel
 
-    def on_cancel(self: Outbox, session: Session, fetch_id: int) -> None:
-        self._on_ack(session, fetch_id)
+    def on_cancel(self: Fetches, session: Session, fetch_id: int) -> None:
+        self.on_ack(session, fetch_id)
         plain(self, session, fetch_id)
 
-    monkeypatch.setattr(Outbox, "_on_cancel", on_cancel)
+    monkeypatch.setattr(Fetches, "on_cancel", on_cancel)
 
 
 def silence_counts_as_an_acknowledgement(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Outbox._lapse
+    plain = Fetches.lapse
 
-    def lapse(self: Outbox, session: Session) -> None:
+    def lapse(self: Fetches, session: Session) -> None:
         for fetch in [f for f in session.fetches.values() if f.state is Want.DELIVERED]:
             self._acknowledge(fetch)
         plain(self, session)
 
-    monkeypatch.setattr(Outbox, "_lapse", lapse)
+    monkeypatch.setattr(Fetches, "lapse", lapse)
 
 
 def what_was_delivered_is_never_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +100,13 @@ def what_expires_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_said_last_needs_no_other_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Inbox.heartbeat
+    plain = Senders.heartbeat
 
-    def heartbeat(self: Inbox, channel: Channel) -> None:
+    def heartbeat(self: Senders, channel: Channel) -> None:
         channel.is_steady = True
         plain(self, channel)
 
-    monkeypatch.setattr(Inbox, "heartbeat", heartbeat)
+    monkeypatch.setattr(Senders, "heartbeat", heartbeat)
 
 
 # Each bug, and the trouble that brings it out.

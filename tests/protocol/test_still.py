@@ -9,8 +9,8 @@ from desks import EPOCH, KEY, UNIT, ReceiverDesk, SenderDesk
 
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Phase
+from trio_mori._protocol.fetches import Fetches
 from trio_mori._protocol.interests import Interest
-from trio_mori._protocol.outbox import Outbox
 
 pytestmark = pytest.mark.deterministic
 
@@ -104,7 +104,7 @@ def test_what_says_the_same_again_is_answered_without_a_look_at_any_fetch(monkey
         desk.fetch(session, number, f"key{number}@0_1")
     desk.beat(session, 1, 2, open=[1, 2])
     assert desk.said(session) == [wire.Pulse(1, [])]
-    monkeypatch.setattr(Outbox, "_on_heartbeat", None)
+    monkeypatch.setattr(Fetches, "on_heartbeat", None)
     for number in (2, 3):
         desk.hear(session, wire.Still(number, number - 1))
         assert desk.said(session) == [wire.Pulse(number, [])]

@@ -265,6 +265,11 @@ class Fetch:
     failure: wire.Failed | None = None
     lost: int = 0
 
+    def move(self, event: Step) -> None:
+        """Something happened to it."""
+        self.state = step(WANT_TABLE, self.state, event)
+        self.session.is_quiet = False
+
 
 @attrs.define(eq=False)
 class StockCaller:

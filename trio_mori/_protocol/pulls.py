@@ -10,19 +10,19 @@ from collections.abc import Callable
 from math import inf
 
 from . import wire
+from .alarm import Alarm
 from .entries import ENTRY_TABLE, Counters, Course, Encoding, Entry, Event, Phase, StockCaller, Ticket, step
 from .extents import Extent
+from .matching import Matching
 from .shelf import Shelf
 
 
 class Pulls:
-    """A part of `Outbox`, which gives it what both need of each other.
+    """A part of `Outbox`: who pulls what, and what each is answered.
 
     Args:
-        keep: Seconds that a delivered payload is kept for a retry.
         start: Have a write started.
-        release: Nobody has an entry any more.
-        unpinned: Somebody does not read an entry any more.
+        keep: Seconds that a delivered payload is kept for a retry.
 
     Attributes:
         answers: Replies for the shell to send.
@@ -31,20 +31,20 @@ class Pulls:
     def __init__(
         self,
         shelf: Shelf,
-        counters: Counters,
+        matching: Matching,
         *,
-        keep: float,
         start: Callable[[Ticket], None],
-        release: Callable[[Entry], None],
-        unpinned: Callable[[Entry], None],
+        counters: Counters,
+        alarm: Alarm,
+        keep: float,
     ) -> None:
         self.answers: list[tuple[StockCaller, bytes]] = []
         self._shelf = shelf
-        self._counters = counters
-        self._keep = keep
+        self._matching = matching
         self._start = start
-        self._release = release
-        self._unpinned = unpinned
+        self._counters = counters
+        self._alarm = alarm
+        self._keep = keep
         self._callers: dict[bytes, StockCaller] = {}
 
     def begin(self, route: bytes, key: str) -> tuple[StockCaller, Entry | None]:
@@ -59,7 +59,7 @@ class Pulls:
             self._callers[route] = caller
         if held is not None and held.phase is Phase.DELIVERED and held.holder is caller:
             if held.key == key:
-                self._release(held)
+                self._matching.release(held)
             else:
                 self._shelf.drop(held, Event.ACKNOWLEDGE)
         entry = self._shelf.find(key)
@@ -75,7 +75,7 @@ class Pulls:
         assert entry.encoding is not None
         entry.encoding.ready = made
         entry.pins -= 1
-        self._unpinned(entry)
+        self._shelf.unpinned(entry)
 
     def serve(self, caller: StockCaller, entry: Entry, *, destination: int, length: int, region_size: int) -> None:
         """Start the write of a pull, or refuse it. The answer comes in `answers`."""
@@ -117,6 +117,7 @@ class Pulls:
             entry.phase = step(ENTRY_TABLE, entry.phase, Event.COMPLETE)
             self._counters.stock_delivered += 1
             caller.held, caller.held_until = entry, now + self._keep
+            self._alarm.at = min(self._alarm.at, caller.held_until)
             self.answers.append((caller, wire.TRANSFER_DONE))
             return
         self._callers.pop(caller.route, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from .._errors import KeyBusy
+from .alarm import Alarm
 from .entries import ENTRY_TABLE, Entry, Event, Phase, step
 from .extents import Extent, Extents
 from .keys import names_of
@@ -21,9 +22,10 @@ class Shelf:
     entry whose key was taken by a newer one stays on the shelf, but is not found any more.
     """
 
-    def __init__(self, extents: Extents, ttl: float) -> None:
+    def __init__(self, extents: Extents, ttl: float, alarm: Alarm) -> None:
         self._extents = extents
         self._ttl = ttl
+        self._alarm = alarm
         self._staged: dict[Entry, None] = {}
         # Everything that was filed and is not freed, oldest first. All have the same time to live, so that this is
         # the order of expiry, too.
@@ -33,7 +35,7 @@ class Shelf:
         self._tombstones: OrderedDict[str, int] = OrderedDict()
 
     def stage(self, key: str, extent: Extent) -> Entry:
-        """Take over an extent for a put that is under way."""
+        """Take over an extent for a put that is under way; end it with `Outbox.publish` or `Outbox.unstage`."""
         entry = Entry(key, extent)
         self._staged[entry] = None
         return entry
@@ -71,6 +73,12 @@ class Shelf:
         for name in entry.names:
             self._by_name.setdefault(name, {})[entry] = None
         entry.expires_at = now + self._ttl
+        self._alarm.at = min(self._alarm.at, entry.expires_at)
+
+    def republish(self, entry: Entry) -> None:
+        """A filed entry that nobody has any more is for whoever asks next."""
+        entry.phase = step(ENTRY_TABLE, entry.phase, Event.RELEASE)
+        self._alarm.at = min(self._alarm.at, entry.expires_at)
 
     def find(self, key: str) -> Entry | None:
         """The entry that has a key, whatever its phase."""
@@ -87,6 +95,12 @@ class Shelf:
             self._unfile(entry)
         else:
             self.free(entry, cause)
+
+    def unpinned(self, entry: Entry) -> None:
+        """Somebody does not read it any more."""
+        if entry.phase is Phase.DYING and not entry.pins:
+            self.free(entry, Event.SETTLE)
+        self._alarm.at = min(self._alarm.at, entry.expires_at)
 
     def free(self, entry: Entry, cause: Event) -> None:
         """Give an unpinned entry's memory back."""
