@@ -186,6 +186,11 @@ class ReceiverDesk:
         return self.pool.allocate(units * UNIT, INBOUND)
 
 
+def codes(desk: SenderDesk, session: Session) -> list[int]:
+    """The reasons of failure that a receiver has been told."""
+    return [m.code for m in desk.said(session) if isinstance(m, wire.Failed)]
+
+
 def fetch_of(interest: Interest) -> wire.Fetch:
     """How it is asked for, with the destination that it has."""
     extent = interest.extent
@@ -193,4 +198,4 @@ def fetch_of(interest: Interest) -> wire.Fetch:
     return wire.Fetch(interest.id, interest.key, interest.round, offset, capacity)
 
 
-__all__ = ["EPOCH", "KEY", "REGION", "UNIT", "Channel", "ReceiverDesk", "SenderDesk", "fetch_of", "limits"]
+__all__ = ["EPOCH", "KEY", "REGION", "UNIT", "Channel", "ReceiverDesk", "SenderDesk", "codes", "fetch_of", "limits"]
