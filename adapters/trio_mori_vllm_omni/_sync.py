@@ -37,10 +37,12 @@ from trio_mori import (
 )
 from trio_mori import Connector as Core
 
-from ._home import CLOSE_LIMIT, AnyArrival, Client, Home, Shared, home_of_this_process
+from ._home import CLOSE_LIMIT, Client, Home, home_of_this_process
 from ._place import Place
+from ._polls import AnyArrival
 from ._posted_puts import COPIED_IN_LOOP, Put
 from ._received import ReceivedBuffer
+from ._shared import Shared
 
 logger = logging.getLogger("trio_mori.vllm_omni")
 
@@ -182,7 +184,7 @@ class SyncConnector:
             limit = self._core_config.transfer_timeout(size)
             return self._wait_for(from_stage, to_stage, get_key, metadata, limit)
         source, edge = self._find_source(get_key, metadata), (from_stage, to_stage)
-        arrival = client.shared.poll(self._home.post, edge, get_key, source)
+        arrival = client.shared.polls.poll(self._home.post, edge, get_key, source)
         if arrival is None:
             return None
         ahead = None
@@ -192,9 +194,9 @@ class SyncConnector:
         finally:
             # Also of what cannot be read: it would come again, and could be read no better.
             if ahead is None:
-                self._post_last(partial(client.shared.finish, arrival))
+                self._post_last(partial(client.shared.polls.finish, arrival))
             else:
-                client.shared.tell_soon(self._home.post, arrival, edge, source, ahead)
+                client.shared.polls.tell_soon(self._home.post, arrival, edge, source, ahead)
         return value, arrival.size
 
     def get_with_deadline(
@@ -215,7 +217,7 @@ class SyncConnector:
         client = self._require_client()
         source, edge = self._find_source(key, metadata), (from_stage, to_stage)
         known = {**(metadata or {}), "source_host": source[0], "source_port": source[1]}
-        take = partial(client.shared.take, edge, key, known)
+        take = partial(client.shared.polls.take, edge, key, known)
         try:
             arrival = self._home.portal.call(client.run, take, timeout=limit)
         except TimeoutError:
@@ -226,7 +228,7 @@ class SyncConnector:
         try:
             return self.received(arrival), arrival.size
         finally:
-            self._post_last(partial(client.shared.finish, arrival))
+            self._post_last(partial(client.shared.polls.finish, arrival))
 
     def _find_source(self, key: str, metadata: dict[str, Any] | None) -> tuple[str, int]:
         host, port = (metadata.get("source_host"), metadata.get("source_port")) if metadata else (None, None)
@@ -282,7 +284,7 @@ class SyncConnector:
     def abandon_get(self, get_key: str) -> None:
         """Nobody waits for this key any more: what was asked for goes back to its sender."""
         client = self._require_client()
-        self._home.post(lambda: client.shared.abandon(get_key))
+        self._home.post(lambda: client.shared.polls.abandon(get_key))
 
     # --- the rest -----------------------------------------------------------------------------------------
 
@@ -355,7 +357,7 @@ class SyncConnector:
         return {
             **unopened,
             **health,
-            "polled": client.shared.polled(),
+            "polled": client.shared.polls.polled(),
             "refusals": client.shared.reasons.as_dict(),
         }
 

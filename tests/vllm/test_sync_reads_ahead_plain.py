@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import trio_mori_vllm_omni._home as home_module
+import trio_mori_vllm_omni._polls as polls_module
 from sync_pair import _leaves_nothing_in_the_loop as _leaves_nothing_in_the_loop
 from sync_pair import eventually, held_loop, is_whole, made, open_pair, poll
 from sync_pair import patience as patience
@@ -42,7 +42,7 @@ def test_of_chunks_that_are_read_in_a_row_the_first_wakes_the_loop_and_a_later_p
         with monkeypatch.context() as patched:
             posted: list[Callable[[], object]] = []
             patched.setattr(down._home, "post", posted.append)
-            patched.setattr(home_module, "HELD", 0.5)
+            patched.setattr(polls_module, "HELD", 0.5)
             for request in "abc":
                 assert down.get("0", "1", f"{request}_0_0") is not None
             assert len(posted) == 1
