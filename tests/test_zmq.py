@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
+import pytest
 import trio
 import trio.testing
 import zmq
@@ -121,7 +122,12 @@ async def test_messages_that_are_too_large_are_dropped_and_counted_and_the_next_
 
 
 @bounded
-async def test_a_flood_of_messages_that_are_too_large_keeps_no_other_task_from_running() -> None:
+@pytest.mark.parametrize(
+    ("messages", "parts"), [(3000, 2), (1, 100_000)], ids=["of many messages", "of one with many parts"]
+)
+async def test_a_flood_of_messages_that_are_too_large_keeps_no_other_task_from_running(
+    messages: int, parts: int
+) -> None:
     turns = 0
 
     async def count_turns() -> None:
@@ -132,8 +138,8 @@ async def test_a_flood_of_messages_that_are_too_large_keeps_no_other_task_from_r
 
     async with open_listener([V4], 0, max_frames=1) as listener, trio.open_nursery() as nursery:
         with plain_socket(zmq.DEALER, listener.port) as peer:
-            for _ in range(3000):
-                peer.send_multipart([b"x", b"x"])
+            for _ in range(messages):
+                peer.send_multipart([b"x"] * parts)
             peer.send(b"last")
             while not listener._transport.settle():  # type: ignore[union-attr]
                 pass
@@ -141,7 +147,7 @@ async def test_a_flood_of_messages_that_are_too_large_keeps_no_other_task_from_r
             assert (await Inbox(listener).message()).frames == [b"last"]
             nursery.cancel_scope.cancel()
     assert turns >= 5
-    assert listener.statistics().oversized == 3000
+    assert listener.statistics().oversized == messages
 
 
 @bounded

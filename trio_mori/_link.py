@@ -57,6 +57,7 @@ class Transport(ABC):
         edge_triggered: What was just said; if not, sending needs no look at the input.
         fd: The descriptor.
         readable: False only if the socket said that it has no input, and was not touched since.
+        is_skipping: A message that is too large is being left out, in pieces: the next `read` goes on with it.
     """
 
     edge_triggered = True
@@ -64,6 +65,7 @@ class Transport(ABC):
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.readable = True
+        self.is_skipping = False
 
     @abstractmethod
     def settle(self) -> bool:
@@ -71,7 +73,7 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self) -> Arrived | None:
-        """Take one message, which is there; None if it was too large and is dropped."""
+        """Take one message, which is there; None if it is too large and dropped, or `is_skipping`."""
 
     @abstractmethod
     def write(self, frames: Sequence[bytes], route: bytes) -> bool:
@@ -204,7 +206,7 @@ class QueuedLink(Link):
             limit -= 1
             message = transport.read()
             if message is None:
-                self._counts.oversized += 1
+                self._counts.oversized += not transport.is_skipping
             else:
                 self._counts.received += 1
                 arrived.append(message)
