@@ -137,6 +137,18 @@ async def test_a_port_in_use_says_whose_and_what_to_do(hosts: list[str]) -> None
 
 
 @bounded
+async def test_where_one_address_is_taken_the_port_is_free_on_the_others_as_soon_as_that_is_told() -> None:
+    for _ in range(50):
+        with socket.create_server((V4, 0)) as other:
+            port = other.getsockname()[1]
+            with pytest.raises(BindFailed):
+                async with open_listener(["127.0.0.2", V4], port):
+                    pass
+            with socket.create_server(("127.0.0.2", port)):
+                pass
+
+
+@bounded
 async def test_an_address_of_another_host_says_so() -> None:
     with pytest.raises(BindFailed, match=r"203\.0\.113\.7:50051: .*this host has no such address") as caught:
         async with open_listener(["203.0.113.7"], 50051):

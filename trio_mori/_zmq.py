@@ -28,6 +28,7 @@ from ._zmq_socket import (
     Monitor,
     Socket,
     ZmqTransport,
+    copy_of,
     lock,
     open_own_context,
     open_socket,
@@ -333,7 +334,7 @@ def _was_made_with_itself(fd: int) -> bool:
     could not listen.
     """
     try:
-        with sockets.socket(fileno=os.dup(fd)) as connection:
+        with copy_of(fd) as connection:
             is_alone = bool(connection.getsockname() == connection.getpeername())
             if is_alone:  # without this it would hold the port for another minute, to wait for what is on its way
                 connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))
@@ -403,6 +404,7 @@ def _port_of(endpoints: Sequence[str]) -> int:
 async def _unbind(socket: Socket, monitor: Monitor, endpoints: Sequence[str]) -> None:
     """Stop listening, and wait until the kernel knows: libzmq does it later, in its own thread."""
     with trio.CancelScope(shield=True, deadline=trio.current_time() + RELEASE_TIMEOUT):
+        monitor.forget()  # an address that could not be listened on has closed a descriptor, too
         for endpoint in endpoints:
             socket.unbind(endpoint)
         open_ones = len(endpoints)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket as system
 from collections.abc import Sequence
 
 import trio
@@ -13,7 +11,7 @@ import zmq
 from ._events import PEER_REFUSED
 from ._keys import Keys
 from ._log_limit import LogLimit
-from ._zmq_socket import Happened, Socket, ZmqTransport, encode_key
+from ._zmq_socket import Happened, Socket, ZmqTransport, copy_of, encode_key
 
 logger = logging.getLogger("trio_mori.security")
 
@@ -125,13 +123,7 @@ def open_desk(zap: Socket) -> None:
 def _host_of(descriptor: int) -> str:
     """Who is at the other end of a connection, as far as it can still be told: it may be over, and be another."""
     try:
-        copy = os.dup(descriptor)
-        try:
-            connection = system.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            raise
-        with connection:
+        with copy_of(descriptor) as connection:
             return str(connection.getpeername()[0])
     except OSError:
         return "a peer that is gone"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import socket as sockets
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -268,6 +269,25 @@ class Monitor:
             await trio.lowlevel.wait_readable(self._transport.fd)
         header, _ = self._transport.socket.recv_multipart(_DONTWAIT)
         return Happened(*struct.unpack_from("=HI", header))
+
+    def forget(self) -> None:
+        """Let nobody wait for what has happened until now."""
+        while self._transport.settle():
+            self._transport.socket.recv_multipart(_DONTWAIT)
+
+
+def copy_of(descriptor: int) -> sockets.socket:
+    """A connection of libzmq's, kept open. It may be over, and its descriptor be something else.
+
+    Raises:
+        OSError: it is no socket, or no descriptor is left.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return sockets.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 _monitor_numbers = itertools.count()
