@@ -436,6 +436,22 @@ def test_a_chunk_is_copied_without_giving_the_interpreter_away_and_more_is_not(n
         assert copied() is not keeps
 
 
+@pytest.mark.parametrize("lacks", [None, "_dispatch_keys", "DispatchKeySet", "DispatchKey"])
+def test_bytes_that_are_negated_when_they_are_read_are_known_by_any_release_of_torch(
+    monkeypatch: pytest.MonkeyPatch, lacks: str | None
+) -> None:
+    if lacks:
+        monkeypatch.delattr(torch._C, lacks)
+    bits_told = _payload_copy._lazy_bits()
+    assert (bits_told is None) == (lacks is not None)
+    monkeypatch.setattr(_payload_copy, "_LAZY_BITS", bits_told)
+    tensor = torch.tensor([1 + 2j])
+    for each in (tensor, tensor.imag, tensor.conj().resolve_conj()):
+        assert _payload_copy.is_plain(each)
+    for each in (tensor.conj(), tensor.conj().imag, torch.ones(2, 3).t()):
+        assert not _payload_copy.is_plain(each)
+
+
 @deterministic
 def test_a_small_tensor_is_made_by_what_keeps_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -447,15 +463,16 @@ def test_a_small_tensor_is_made_by_what_keeps_the_interpreter(monkeypatch: pytes
 
 
 @deterministic
-@pytest.mark.parametrize("has_one", [True, False])
-def test_tensors_are_made_without_a_numpy_that_suits_torch(monkeypatch: pytest.MonkeyPatch, has_one: bool) -> None:
+@pytest.mark.parametrize("kind", ["of another release", "half imported", "none"])
+def test_tensors_are_made_without_a_numpy_that_suits_torch(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("Numpy is not available")
 
     other = ModuleType("numpy")
-    monkeypatch.setattr(other, "empty", refuse, raising=False)
+    if kind == "of another release":
+        monkeypatch.setattr(other, "empty", refuse, raising=False)
     monkeypatch.setitem(sys.modules, "numpy", other)
-    if not has_one:
+    if kind == "none":
         monkeypatch.delitem(sys.modules, "numpy")
     tensor = new_tensor(torch.int64, [2, 3], 48)
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.int64, (2, 3))

@@ -42,8 +42,22 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Most calls of torch give the interpreter away, however short they are. Where another thread waits for it that wakes
 # this thread for nothing at best, and is 5 ms until it comes back at worst. So the two things that are done for every
 # small tensor, to look whether its bits mean what they are and to make one, are done by calls that keep it.
-_LAZY = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate) | torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
-_LAZY_BITS = _LAZY.raw_repr()
+# The first is not of torch's public interface, so that a release may come without it.
+
+
+def _lazy_bits() -> int | None:
+    """Bits of a tensor's keys that say that its values are others than its bytes; None if torch does not tell."""
+    try:
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
+        bits = (keys | torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)).raw_repr()
+        plain = torch.zeros(1, dtype=torch.complex64, device="cpu")
+        shown = [torch._C._dispatch_keys(each).raw_repr() & bits for each in (plain, plain.conj(), plain.conj().imag)]
+    except (AttributeError, TypeError):
+        return None
+    return bits if not shown[0] and all(shown[1:]) else None
+
+
+_LAZY_BITS = _lazy_bits()
 
 # How numpy calls the dtypes that it has, too, and the dimensions that every release of it knows.
 _IN_NUMPY = {
@@ -118,6 +132,8 @@ def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one run of bytes that mean what they are, with none to be negated when they are read."""
+    if _LAZY_BITS is None:
+        return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return tensor.is_contiguous() and not torch._C._dispatch_keys(tensor).raw_repr() & _LAZY_BITS
 
 
@@ -247,7 +263,7 @@ def _suits_torch(numpy: ModuleType) -> bool:
     """Whether it is of a release for which this torch was built."""
     try:
         torch.from_numpy(numpy.empty(1))
-    except RuntimeError:
+    except (AttributeError, RuntimeError, TypeError):  # half imported, none for torch, or of another kind
         return False
     return True
 

@@ -78,9 +78,10 @@ class Sluice:
     come from as long as a connection is in doubt: once for each look at it, and while one rests that has sent
     something and no message.
 
-    Idle connections cost nothing: an epoll of our own tells that bytes have come, once, and only those are looked at
-    until no more come. The descriptors that it and the looks name are libzmq's, which may have closed one, and the
-    system have given its number to something else: what is looked at is a copy, and only if it has the cookie.
+    Idle connections cost a look each in `LONGEST_PAUSE`: an epoll of our own tells that bytes have come, once, and
+    otherwise only those are looked at until no more come. The descriptors that it and the looks name are libzmq's,
+    which may have closed one, and the system have given its number to something else: what is looked at is a copy, and
+    only if it has the cookie.
 
     Attributes:
         cut: Connections that were cut off.

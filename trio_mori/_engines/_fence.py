@@ -32,7 +32,7 @@ class Fence:
         self._is_over = False
 
     def is_over(self) -> bool:
-        """Whether the peer was over within the last millisecond: asked before every write."""
+        """Whether the peer was over when last looked at, a millisecond ago at most: asked before every write."""
         now = time.monotonic()
         if now - self._looked_at > LOOK:
             self._looked_at = now

@@ -206,9 +206,8 @@ class Fetches:
         if given is not None and kept and (given.holder is fetch or given.phase is Phase.PUBLISHED):
             self._shelf.drop(given, Event.ACKNOWLEDGE)
         if fetch.state is Want.FAILED and fetch.lost:
-            self._matching.bury(
-                fetch.key, fetch.lost
-            )  # what it took was an earlier one; of the later one it has not heard
+            # What it took was an earlier one; of the later one it has not heard.
+            self._matching.bury(fetch.key, fetch.lost)
         if claimed is not None and claimed is not given and claimed.holder is fetch:
             self._matching.release(claimed)
 
