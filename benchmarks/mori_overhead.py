@@ -3,7 +3,8 @@
     python benchmarks/mori_overhead.py        on AMD GPUs; or in the lane, see docs/mori.md
 
 Both go round the pool, as payloads do, so that neither copies what the caches hold already. What else runs on the
-machine makes rounds slower, now of this and now of that: the ratio is that of the quietest tenth of each one's rounds.
+machine makes rounds slower, now of this and now of that: the ratio is the median of those of single rounds, in which
+both take turns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 import trio
 
@@ -90,16 +90,12 @@ async def compare(descriptor: Descriptor, limit: float | None) -> None:
         times = list(itertools.chain(*rounds))
         p99 = statistics.quantiles(times, n=100)[98]
         print(f"{name:24} p50 {1e6 * statistics.median(times):7.1f} us   p99 {1e6 * p99:7.1f} us")
-    ratio = quiet(ours) / quiet(theirs)
+    ratio = statistics.median(
+        statistics.median(our) / statistics.median(their) for our, their in zip(ours, theirs, strict=True)
+    )
     print(f"ratio {ratio:.2f}")
     if limit is not None and ratio > limit:
         sys.exit(f"more than {limit}")
-
-
-def quiet(rounds: Sequence[Sequence[float]]) -> float:
-    """The median of a write, in the quietest tenth of the rounds."""
-    medians = sorted(map(statistics.median, rounds))
-    return statistics.median(medians[: len(medians) // 10])
 
 
 def main() -> None:
