@@ -25,7 +25,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed, open_connector
 from trio_mori._engines import _mori, _mori_pool, _mori_sweep, _mori_transfers, open_engine
 from trio_mori._engines._mori import open_mori
-from trio_mori._engines._mori_library import MemoryDesc
+from trio_mori._engines._mori_library import _USED, MemoryDesc
 from trio_mori._engines._mori_outlet import Outlet
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, Region, Write
@@ -161,6 +161,10 @@ async def test_without_mori_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         ("syntax of another Python", r"does not load: SyntaxError: .*amd-mori"),
         ("", r"is not the mori of amd-mori.*pip install amd-mori"),
         ("class IOEngine: pass", r"mori.io\.py is of a release .* no IOEngine\.create_backend.* amd-mori 1\.2\.4"),
+        (
+            f"IOEngine = type('', (), dict.fromkeys({_USED['IOEngine']}))",
+            r"mori.io\.py is of .* no IOEngineConfig\. Take",
+        ),
     ],
 )
 async def test_a_mori_that_is_broken_or_another_says_what_is_wrong(

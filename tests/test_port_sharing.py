@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from stock_peers import open_stock_client
 from trio_mori import (
     BindFailed,
     ConnectorClosed,
+    NoDescriptors,
     NotReady,
     PortHeld,
     UnsupportedPayload,
@@ -51,6 +53,7 @@ from trio_mori import (
 from trio_mori import _address as addresses
 from trio_mori import _inquiry as inquiry
 from trio_mori import _port as ports
+from trio_mori._descriptors import no_descriptors
 from trio_mori._offers import offers_of
 from trio_mori._protocol import wire
 from trio_mori._zmq import ListeningLink, open_dialler, open_listener
@@ -265,6 +268,24 @@ async def test_one_of_another_process_stays_passive_and_gets() -> None:
         assert await second.connector.get("0", "1", "k") == b"x"
         await second.close()
         await first.close()
+
+
+@deterministic
+async def test_a_put_that_finds_no_descriptors_to_listen_with_fails_and_a_later_one_gets_the_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(what: str) -> None:
+        raise no_descriptors(what, errno.EMFILE)
+
+    async with open_site() as site:
+        first, second = await site.open(), await site.open_elsewhere()
+        with monkeypatch.context() as patched:
+            patched.setattr("trio_mori._zmq.require_descriptors", refuse)
+            with pytest.raises(NoDescriptors, match="a port that receivers connect to"):
+                await put(second, "k", b"x")
+        assert (standing(first), standing(second)) == ("held", "passive")
+        await put(second, "k", b"x")
+        assert (standing(first), standing(second)) == ("passive", "held")
 
 
 @deterministic

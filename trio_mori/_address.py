@@ -13,7 +13,7 @@ import attrs
 import trio
 
 from ._config import ConnectorConfig
-from ._errors import BindFailed, InternalError
+from ._errors import BindFailed, InternalError, NoDescriptors
 from ._inquiry import NOBODY, ask_holder, held_by, held_by_instance, tell_apart
 from ._keys import Keys
 from ._protocol import wire
@@ -65,7 +65,7 @@ class Attempt:
         told: Whether anybody who puts has been told so.
     """
 
-    failure: BindFailed | None = None
+    failure: BindFailed | NoDescriptors | None = None
     told: bool = False
 
 
@@ -166,14 +166,14 @@ class Address:
     async def _claim_for_put(self, attempt: Attempt) -> None:
         try:
             await self._claim(wanted=True)
-        except BindFailed as error:
+        except (BindFailed, NoDescriptors) as error:
             attempt.failure, self.reserved = error, False
             self._move(Standing.PASSIVE)
 
     async def _claim_as_heir(self) -> None:
         try:
             await self._claim(wanted=False)
-        except BindFailed as error:
+        except (BindFailed, NoDescriptors) as error:
             logger.warning("nobody listens for this stage until its next put: %s", error)
             self._move(Standing.PASSIVE)
 
@@ -183,15 +183,16 @@ class Address:
         Raises:
             PortHeld: another instance of this stage has put there.
             BindFailed: it cannot be listened on.
+            NoDescriptors: too few are left for it.
         """
         with trio.CancelScope() as self._claiming:
             found: wire.Holder | str | None = None
             for attempt in range(ATTEMPTS):
-                taken: BindFailed | None = await self._nursery.start(self._listen)
+                taken: BindFailed | NoDescriptors | None = await self._nursery.start(self._listen)
                 if taken is None:
                     return
                 await trio.lowlevel.checkpoint_if_cancelled()
-                if taken.errno != errno.EADDRINUSE or not self._config.zmq_port:
+                if isinstance(taken, NoDescriptors) or taken.errno != errno.EADDRINUSE or not self._config.zmq_port:
                     raise taken
                 if isinstance(found, str):
                     raise held_by(found, taken)  # it was asked before, and is still there
@@ -231,7 +232,7 @@ class Address:
         self._cut_off += listener.cut_off
         self._listener = None
 
-    async def _listen(self, *, task_status: trio.TaskStatus[BindFailed | None]) -> None:
+    async def _listen(self, *, task_status: trio.TaskStatus[BindFailed | NoDescriptors | None]) -> None:
         """Serve receivers until it is cancelled, or yields."""
         sender = self.sender
         async with AsyncExitStack() as stack:
@@ -239,7 +240,7 @@ class Address:
                 listener = await stack.enter_async_context(
                     open_listener(self._hosts, self._config.zmq_port, keys=self._keys)
                 )
-            except BindFailed as error:
+            except (BindFailed, NoDescriptors) as error:
                 task_status.started(error)  # not raised here: on its way through `start` it might lose its cause
                 return
             self._listener = listener

@@ -92,6 +92,7 @@ class Connector:
             KeyBusy: the payload under this key is being transferred right now.
             PortHeld: another process has this stage's address, and has put payloads there.
             BindFailed: a program that is no instance of this stage has it now.
+            NoDescriptors: too few file descriptors are left to listen there; nothing else ends.
             ConnectorClosed: the connector was closed.
         """
         return await self._require_port(key).put(full_key(key, from_stage, to_stage), data)

@@ -45,10 +45,12 @@ def is_shortage(number: int | None) -> bool:
 
 def no_descriptors(what: str, number: int | None) -> NoDescriptors:
     """The error for an errno that says so."""
+    number = number or errno.EMFILE
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     where = "this machine (`sysctl fs.file-max`)" if number == errno.ENFILE else "this process (`ulimit -n`)"
     return NoDescriptors(
         f"cannot open {what}: too few file descriptors are left of the {limit} of this process; raise the limit of "
         f"{where}, or close what is not needed (`ls -l /proc/PID/fd`)",
         limit=limit,
+        errno=number,
     )

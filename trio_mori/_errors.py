@@ -92,11 +92,12 @@ class NoDescriptors(TrioMoriError, OSError):
 
     Attributes:
         limit: How many the process may have (``ulimit -n``).
+        errno: EMFILE, or ENFILE where it is the machine that has none.
     """
 
-    def __init__(self, message: str, *, limit: int) -> None:
+    def __init__(self, message: str, *, limit: int, errno: int) -> None:
         super().__init__(message)
-        self.errno = errno.EMFILE
+        self.errno = errno
         self.limit = limit
 
 

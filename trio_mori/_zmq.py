@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import trio
 import zmq
 
+from ._descriptors import require_descriptors
 from ._errors import BindFailed
 from ._keys import Keys
 from ._link import MAX_BATCH, QueuedLink, Transport
@@ -295,7 +296,9 @@ async def open_listener(
 
     Raises:
         BindFailed: one of them cannot be listened on; says why and what to do.
+        NoDescriptors: too few are left. libzmq ends the process where it finds none to look up addresses with.
     """
+    require_descriptors("a port that receivers connect to")
     addresses = list(dict.fromkeys([await _resolve_own(host, port) for host in hosts]))
     async with AsyncExitStack() as stack:
         context = desk = None

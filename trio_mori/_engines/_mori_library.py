@@ -154,7 +154,9 @@ def load() -> Library:
     if not hasattr(mori.io, "IOEngine"):
         raise EngineUnavailable(f"{mori.io.__file__} is not the mori of amd-mori: it has no IOEngine. {_absent()}")
     for name, parts in _USED.items():
-        if lacking := [part for part in parts if not hasattr(getattr(mori.io, name, None), part)]:
+        if not hasattr(mori.io, name):
+            raise EngineUnavailable(f"{mori.io.__file__} {outdated(f'has no {name}')}")
+        if lacking := [part for part in parts if not hasattr(getattr(mori.io, name), part)]:
             raise EngineUnavailable(f"{mori.io.__file__} {outdated(f'has no {name}.{lacking[0]}')}")
     return cast(Library, mori.io)
 
