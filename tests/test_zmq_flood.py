@@ -11,22 +11,28 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 import pytest
 import trio
 import zmq
-from rig import LIMIT
+from rig import LIMIT, wait_until
 
+from trio_mori import NotReady, open_connector
 from trio_mori import _zmq_flood as flood
 from trio_mori._keys import Keys
 from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
 from trio_mori._zmq_flood import Sluice, open_sluice
 from trio_mori._zmq_socket import Happened, ZmqTransport, new_key_pair, open_socket
-from trio_mori.abc import Arrived, Connected
+from trio_mori.abc import Arrived, Connected, Disconnected
 
 MIB = 1 << 20
 
 # What a plain ZMQ socket says before its first message, by hand: libzmq itself sends no message before its end.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
+READY_SENDER = READY.replace(b"DEALER", b"ROUTER")
 EMPTY_PART = b"\x01\x00"
 LAST_PART = b"\x00\x00"
+
+# Parts of a message without an end, and the memory that they may have taken until that is cut off: those of two bytes
+# take 64 each.
+ENDLESS = [(EMPTY_PART, 1024 * MIB), (b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB), 128 * MIB)]
 
 
 def memory() -> int:
@@ -39,11 +45,16 @@ def memory() -> int:
 async def open_plain(port: int) -> AsyncIterator[trio.SocketStream]:
     """A connection whose handshake is over."""
     async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-        await stream.send_all(GREETING + b"\x04" + bytes([len(READY)]) + READY)
-        heard = b""
-        while b"Identity" not in heard:  # the end of its own READY; it hangs up on whoever does not wait for that
-            heard += await stream.receive_some()
+        await shake_hands(stream, READY)
         yield stream
+
+
+async def shake_hands(stream: trio.SocketStream, ready: bytes) -> None:
+    """Be a plain ZMQ socket up to its first message."""
+    await stream.send_all(GREETING + b"\x04" + bytes([len(ready)]) + ready)
+    heard = b""
+    while b"Identity" not in heard:  # the end of its own READY; it does not talk to whoever does not wait for that
+        heard += await stream.receive_some()
 
 
 async def echo(listener: ListeningLink) -> None:
@@ -70,12 +81,7 @@ async def send_without_end(stream: trio.SocketStream, parts: bytes, cut_off: tri
         cut_off.set()
 
 
-@pytest.mark.parametrize(
-    ("part", "most"),
-    # Parts of two bytes take 64 of memory.
-    [(EMPTY_PART, 1024 * MIB), (b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB), 128 * MIB)],
-    ids=["empty", "1 MiB"],
-)
+@pytest.mark.parametrize(("part", "most"), ENDLESS, ids=["empty", "1 MiB"])
 async def test_a_message_without_an_end_is_cut_off_and_nobody_else_is_disturbed(
     part: bytes, most: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,6 +161,91 @@ async def hold_back(
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
     task_status.started(listener.socket.getsockname()[1])
     await trio.serve_listeners(serve, [listener])
+
+
+async def flood_once(part: bytes, *, task_status: trio.TaskStatus[int]) -> None:
+    """Be a sender that sends a message without an end by its first connection, and a whole one by each that follows."""
+    connections = 0
+
+    async def serve(stream: trio.SocketStream) -> None:
+        nonlocal connections
+        connections += 1
+        await shake_hands(stream, READY_SENDER)
+        if connections == 1:
+            await send_without_end(stream, part * max(1, 65536 // len(part)), trio.Event())
+        else:
+            await stream.send_all(LAST_PART)
+            await trio.sleep_forever()
+
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    task_status.started(listener.socket.getsockname()[1])
+    await trio.serve_listeners(serve, [listener])
+
+
+@pytest.mark.parametrize(("part", "most"), ENDLESS, ids=["empty", "1 MiB"])
+async def test_a_sender_whose_message_has_no_end_is_cut_off_and_dialled_again(
+    part: bytes, most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = memory()
+    cut_off: list[int] = []
+    with trio.fail_after(LIMIT):
+        async with open_listener(["127.0.0.1"], 0) as listener, trio.open_nursery() as nursery:
+            nursery.start_soon(echo, listener)
+            port = await nursery.start(flood_once, part)
+            async with (
+                open_dialler("127.0.0.1", listener.port) as link,
+                open_dialler("127.0.0.1", port, on_cut_off=lambda: cut_off.append(port)) as victim,
+            ):
+                assert await link.receive() == [Connected()]
+                events: list[object] = []
+
+                async def listen() -> None:
+                    while len(events) < 4:
+                        events.extend(await victim.receive())
+
+                nursery.start_soon(listen)
+                while len(events) < 4:
+                    await ask(link, b"meanwhile")
+                    assert memory() - before < most
+                assert events == [Connected(), Disconnected(), Connected(), Arrived([b""])]
+                assert cut_off == [port]
+            nursery.cancel_scope.cancel()
+    [record] = [each for each in caplog.records if getattr(each, "event", "") == "peer_cut_off"]
+    assert f"127.0.0.1:{port}" in record.getMessage()
+
+
+async def test_a_sender_that_was_cut_off_is_counted() -> None:
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery:
+            port = await nursery.start(flood_once, EMPTY_PART)
+            config = {"sender_host": "127.0.0.1", "sender_zmq_port": port, "memory_pool_size": MIB}
+            async with open_connector({"role": "receiver", **config}) as receiver:
+                with pytest.raises(NotReady):
+                    receiver.get_nowait("0", "1", "k")
+                await wait_until(lambda: receiver.statistics().events["cut_off_peers"] == 1)
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_sender_whose_whole_messages_wait_to_be_read_is_not_cut_off() -> None:
+    with trio.fail_after(LIMIT):
+        async with open_listener(["127.0.0.1"], 0) as listener, trio.open_nursery() as nursery:
+
+            async def answer_a_hundredfold() -> None:
+                [arrived] = await listener.receive()
+                assert isinstance(arrived, Arrived)
+                for _ in range(100):
+                    listener.send([b"", bytes(MIB)], arrived.route)
+
+            nursery.start_soon(answer_a_hundredfold)
+            async with open_dialler("127.0.0.1", listener.port, on_cut_off=lambda: pytest.fail("it was")) as link:
+                assert await link.receive() == [Connected()]
+                link.send([b"", b"all of it"])
+                await trio.sleep(5 * flood.PAUSE)  # for some looks at what nobody reads
+                count = 0
+                while count < 100:
+                    events = await link.receive()
+                    assert Disconnected() not in events
+                    count += len(events)
 
 
 async def test_whole_messages_that_wait_to_be_read_are_no_flood() -> None:

@@ -406,7 +406,7 @@ class Connector:
         held["free"] = pool.free
         events["refused_senders"] = receiver.refusals
         events["refused_peers"] = 0 if self._port is None else self._port.refused
-        events["cut_off_peers"] = 0 if self._port is None else self._port.cut_off
+        events["cut_off_peers"] = receiver.cut_off + (0 if self._port is None else self._port.cut_off)
         return ConnectorStatistics(
             pid=os.getpid(),
             engine=", ".join(names_of(self._engine)),

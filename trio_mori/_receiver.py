@@ -86,6 +86,7 @@ class Receiver:
         self.payload_types = payload_types
         self._device = None if config.payload_device == "pool" else torch.device(config.payload_device)
         self.keys = keys
+        self.cut_off = 0  # connections to senders, for messages without an end
         self._quarantine = QuarantineWatch(self._name_of)
         self._closing = False
         self._placing = False
@@ -412,6 +413,9 @@ class Receiver:
         if self._closing:
             self._settled.set()
 
+    def note_cut_off(self) -> None:
+        self.cut_off += 1
+
     def quarantine(self, now: float) -> tuple[Quarantined, ...]:
         """What senders may still write to although nobody waits for it."""
         return self._quarantine.look(self.book.doubts(), now)
@@ -491,6 +495,7 @@ class Receiver:
             nursery=self.nursery,
             buffer=self.buffer,
             note_progress=self.note_progress,
+            note_cut_off=self.note_cut_off,
         )
 
     async def beat(self) -> None:

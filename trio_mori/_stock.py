@@ -107,6 +107,7 @@ class StockSender:
         nursery: trio.Nursery,
         buffer: Callable[[Extent, int], ManagedBuffer],
         note_progress: Callable[[], None],
+        note_cut_off: Callable[[], None],
     ) -> None:
         self._name = f"the stock sender {host}:{port}"
         self._host = host
@@ -119,6 +120,7 @@ class StockSender:
         self._nursery = nursery
         self._buffer = buffer
         self._note_progress = note_progress
+        self._note_cut_off = note_cut_off
         self._limit = trio.CapacityLimiter(SOCKETS)
         self._idle: list[_Socket] = []
         self._asking: dict[trio.CancelScope, None] = {}
@@ -274,7 +276,7 @@ class StockSender:
                     socket.over.set()
 
     async def _connection(self, *, task_status: trio.TaskStatus[_Socket]) -> None:
-        async with open_dialler(self._host, self._port, keys=self._keys) as link:
+        async with open_dialler(self._host, self._port, keys=self._keys, on_cut_off=self._note_cut_off) as link:
             socket = _Socket(link)
             task_status.started(socket)
             await socket.over.wait()

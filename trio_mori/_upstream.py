@@ -59,6 +59,9 @@ class Surroundings(Protocol):
     def note_progress(self) -> None:
         """Something was settled that a closing receiver may wait for."""
 
+    def note_cut_off(self) -> None:
+        """A connection to a sender was cut off, for a message without an end."""
+
     def stock_sender(self, endpoint: Endpoint) -> StockSender:
         """How a stock sender is asked."""
 
@@ -118,7 +121,8 @@ class Upstream:
 
     async def talk(self) -> None:
         """Dial, listen, and dial again, until cancelled."""
-        async with open_dialler(self.endpoint.host, self.endpoint.port, keys=self._around.keys) as link:
+        around, endpoint = self._around, self.endpoint
+        async with open_dialler(endpoint.host, endpoint.port, keys=around.keys, on_cut_off=around.note_cut_off) as link:
             try:
                 while True:
                     for event in await link.receive():

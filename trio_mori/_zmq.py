@@ -8,8 +8,8 @@ import logging
 import os
 import socket as sockets
 import struct
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
 import trio
 import zmq
@@ -98,8 +98,18 @@ class DiallingLink(QueuedLink):
     never lives to see, is what keeps the unread messages: without one the pipe is torn down with the connection.
     """
 
-    def __init__(self, host: str, port: int, *, keys: Keys | None, max_frames: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        keys: Keys | None,
+        on_cut_off: Callable[[], object],
+        max_frames: int,
+        max_bytes: int,
+    ) -> None:
         super().__init__()
+        self._on_cut_off = on_cut_off
         self._peer = (host, port)
         self._keys = keys
         self._limits = (max_frames, max_bytes)
@@ -129,11 +139,15 @@ class DiallingLink(QueuedLink):
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _dial(self) -> bool:
-        """Make one connection and wait until it is over. Returns whether it was made at all."""
+        """Make one connection and wait until it is over. Returns whether it was of any use."""
         host, port = self._peer
         max_frames, max_bytes = self._limits
         address = await _resolve(host, port)
-        with open_socket(zmq.DEALER, max_bytes) as socket, watch(socket, _CONNECTION_EVENTS) as monitor:
+        with ExitStack() as stack:
+            socket = stack.enter_context(open_socket(zmq.DEALER, max_bytes))
+            monitor = stack.enter_context(watch(socket, _CONNECTION_EVENTS))
+            transport = ZmqTransport(socket, max_frames=max_frames, max_bytes=max_bytes)
+            sluice = stack.enter_context(open_sluice(transport, limit=max_bytes, address=self.address))
             socket.setsockopt(zmq.IPV6, ":" in address)
             if self._keys is not None:
                 show_keys(socket, self._keys)
@@ -144,6 +158,7 @@ class DiallingLink(QueuedLink):
                 if outcome.event == _CONNECTED:
                     if _was_made_with_itself(outcome.value):
                         return False
+                    sluice.note(outcome)
                     outcome = await monitor.wait()
             if outcome is None or outcome.event != _HANDSHAKE_SUCCEEDED:
                 refusal = "" if outcome is None else self._why_refused(outcome)
@@ -157,13 +172,16 @@ class DiallingLink(QueuedLink):
                 self._note_refusal(refusal)
                 return False
             self._refusal, self._hang_ups = "", 0
-            transport = ZmqTransport(socket, max_frames=max_frames, max_bytes=max_bytes)
             self._attach(transport)
             try:
-                await monitor.wait()
+                async with open_service() as service:
+                    service.start_soon(sluice.watch_forever, self._wake)
+                    await monitor.wait()
             finally:
                 self._detach(transport)
-            return True
+            if sluice.cut:
+                self._on_cut_off()
+            return not sluice.cut
 
     def _why_refused(self, outcome: Happened) -> str:
         """Why the handshake failed, in words; empty if it did not, or nobody can tell."""
@@ -252,7 +270,13 @@ class ListeningLink(QueuedLink):
 
 @asynccontextmanager
 async def open_dialler(
-    host: str, port: int, *, keys: Keys | None = None, max_frames: int = MAX_FRAMES, max_bytes: int = MAX_BYTES
+    host: str,
+    port: int,
+    *,
+    keys: Keys | None = None,
+    on_cut_off: Callable[[], object] = lambda: None,
+    max_frames: int = MAX_FRAMES,
+    max_bytes: int = MAX_BYTES,
 ) -> AsyncIterator[DiallingLink]:
     """Open a link to whoever listens on a host's port, now or later; `receive` says when it is `Connected`.
 
@@ -263,10 +287,11 @@ async def open_dialler(
         port: From 1 to 65535.
         keys: Talk to the sender that has this key only, and show ours. A peer with which that does not work is
             `Refused`, and dialled again.
+        on_cut_off: Called when the connection was cut off, for a message without an end; it is dialled again.
         max_frames: Messages with more frames are dropped and counted.
         max_bytes: Messages that are larger in all are dropped and counted; a single larger frame ends the connection.
     """
-    link = DiallingLink(host, port, keys=keys, max_frames=max_frames, max_bytes=max_bytes)
+    link = DiallingLink(host, port, keys=keys, on_cut_off=on_cut_off, max_frames=max_frames, max_bytes=max_bytes)
     async with open_service() as service:
         await service.start(link.flush_forever)
         service.start_soon(link.dial_forever)

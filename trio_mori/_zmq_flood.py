@@ -36,6 +36,7 @@ PAUSE_EACH = 0.0002
 # Seconds between two looks at all of them, for what libzmq has read so fast that it was never seen to be there.
 LONGEST_PAUSE = 5.0
 
+_CONNECTED = int(zmq.EVENT_CONNECTED)
 _ACCEPTED = int(zmq.EVENT_ACCEPTED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 CONNECTIONS = _ACCEPTED | _DISCONNECTED
@@ -49,7 +50,7 @@ _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 
 @attrs.define
 class _Connection:
-    """One that was accepted.
+    """One that was accepted, or made.
 
     Attributes:
         cookie: The kernel's number for it, which does not come again as descriptors do.
@@ -69,7 +70,7 @@ class _Connection:
 
 
 class Sluice:
-    """Cuts off the connections of a listening socket that send more than a message may have, and no message.
+    """Cuts off the connections of a socket that send more than a message may have, and no message.
 
     The kernel counts the bytes of each connection. From a look at one on, the next message that is read from it clears
     it, whatever its size; if none has come when its bytes have grown by the limit, though all messages that were whole
@@ -106,7 +107,7 @@ class Sluice:
         descriptor = happened.value
         if happened.event == _DISCONNECTED:
             self._forget(descriptor)
-        elif happened.event == _ACCEPTED:
+        elif happened.event in (_ACCEPTED, _CONNECTED):
             self._forget(descriptor)
             with suppress(OSError), self._copied(descriptor) as copy:  # it may be over already
                 self._connections[descriptor] = _Connection(_cookie_of(copy))
@@ -204,8 +205,8 @@ class Sluice:
         self.cut += 1
         if self._log_limit.admits():
             logger.warning(
-                "%s cut off a connection from %s: %d bytes of a message without an end, and %d is the limit; it is "
-                "broken or means ill, see what runs there",
+                "a connection of %s with %s was cut off: %d bytes of a message without an end, and %d is the limit; "
+                "it is broken or means ill, see what runs there",
                 self._address,
                 host,
                 connection.read - connection.base,
@@ -225,7 +226,7 @@ class Sluice:
 
 @contextmanager
 def open_sluice(transport: ZmqTransport, *, limit: int, address: str) -> Iterator[Sluice]:
-    """Watch the connections of a listening socket, as told by `note`.
+    """Watch the connections of a socket, as told by `note`.
 
     Args:
         transport: Of the socket.
