@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -161,6 +162,23 @@ async def test_nobody_can_take_memory_away_from_under_a_mapper() -> None:
         for size in (0, 2 * POOL):
             with pytest.raises(PermissionError):
                 os.ftruncate(memory.fd, size)
+
+
+@deterministic
+async def test_a_pool_is_for_its_user_alone() -> None:
+    async with open_engine("shm", pool_size=POOL) as engine:
+        status = os.fstat(decode(engine.descriptor)[1].fd)
+        assert (stat.S_IMODE(status.st_mode), status.st_uid) == (0o600, os.geteuid())
+
+
+@deterministic
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs leave to give files away")
+async def test_memory_of_another_user_is_refused_though_all_else_is_right() -> None:
+    async with open_engine("shm", pool_size=POOL) as engine:
+        owner, memory = decode(engine.descriptor)
+        os.fchown(memory.fd, 1234, -1)
+        with pytest.raises(DescriptorRefused, match=r"not a pool of this user .*uid 1234, ours 0"):
+            open_memory(owner, memory, engine.descriptor)
 
 
 @deterministic

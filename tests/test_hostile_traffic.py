@@ -84,10 +84,14 @@ class Traffic:
 
 
 @asynccontextmanager
-async def beside_traffic(pair: Pair, what: str) -> AsyncIterator[Traffic]:
-    """Payloads go across while the body does its worst; afterwards all is as it was."""
+async def beside_traffic(pair: Pair, what: str, *, payloads: int = 50) -> AsyncIterator[Traffic]:
+    """Payloads go across while the body does its worst; afterwards all is as it was.
+
+    Args:
+        payloads: How many go across before.
+    """
     traffic = Traffic(pair)
-    for _ in range(50):
+    for _ in range(payloads):
         await traffic.one()
     before = median(traffic.seconds)
     traffic.seconds.clear()
@@ -119,8 +123,10 @@ async def answers_to(link: Link, *, pause: float = 0.05) -> list[list[bytes]]:
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 @given(messages=MESSAGES)
 async def test_whatever_comes_by_the_port_is_answered_once_at_most_and_counted(messages: list[list[bytes]]) -> None:
-    async with open_pair(sender=REMOTE, receiver=REMOTE) as pair:
-        await Traffic(pair).one()
+    async with (
+        open_pair(sender=REMOTE, receiver=REMOTE) as pair,
+        beside_traffic(pair, "messages at random", payloads=3) as traffic,
+    ):
         async with open_dialler("127.0.0.1", port_of(pair.sender)) as link:
             assert await link.receive() == [Connected()]
             before = malformed(pair)
@@ -129,8 +135,7 @@ async def test_whatever_comes_by_the_port_is_answered_once_at_most_and_counted(m
             assert len(await answers_to(link)) <= len(messages)
             assert malformed(pair) - before <= len(messages)
             assert pair.sender.statistics().peers <= 2
-        await Traffic(pair).one()
-        await pair.assert_whole()
+        assert traffic.seconds
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=50)
