@@ -198,6 +198,9 @@ class Round:
     def _on_put(self, process: Process, stream: int, number: int) -> None:
         self.counts["puts"] += 1
 
+    def _on_full(self, process: Process) -> None:
+        self.counts["puts into a full pool"] += 1
+
     def _on_took(self, process: Process, stream: int, number: int, read: Any) -> None:
         self._progress_at = time.monotonic()
         self._ledgers[process.place].took(stream, number, read, self._incarnations)
@@ -280,8 +283,8 @@ class Round:
     # --- faults -------------------------------------------------------------------------------------------
 
     def _inflict(self, fault: Fault) -> None:
-        self.counts[fault.kind.name.lower()] += 1
         place, seconds = fault.place, fault.seconds
+        self.counts[f"{fault.kind.name.lower()}, {self._plan.role_of(place)}"] += 1
         process = self._processes[place]
         if fault.kind is Kind.KILL or fault.kind is Kind.REPLACE:
             self._kill(place)
@@ -315,6 +318,7 @@ class Round:
             Violation: something was not as it has to be.
         """
         plan = self._plan
+        self.counts["rounds with a slow reader"] += plan.paces[-1] > max(plan.paces[:-1])
         for place in range(plan.stages):
             self._start(place, dict.fromkeys(range(plan.streams), 0))
         if not self._wait(3 * SETTLE, lambda: all(each.ready for each in self._processes.values())):

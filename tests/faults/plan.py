@@ -79,6 +79,10 @@ class Plan:
         """Whether a process ends: what it had is lost with it, and has to be put again."""
         return any(fault.kind in (Kind.KILL, Kind.REPLACE) for fault in self.faults)
 
+    def role_of(self, place: int) -> str:
+        """What a stage is to the others, in words."""
+        return "sender" if place == 0 else "receiver" if place == self.stages - 1 else "middle stage"
+
     def __str__(self) -> str:
         noise = ", ".join(f"{name} {share:.0%}" for name, share in attrs.asdict(self.noise).items() if share)
         return "\n".join(

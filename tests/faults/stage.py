@@ -115,6 +115,8 @@ class _Stage:
     async def _put(self, stream: int, number: int, payload: object) -> None:
         while (stream, number) not in self._skipped:
             self._put_up_to[stream] = max(number + 1, self._put_up_to[stream])
+            if self._connector.statistics().pool.waiting:
+                self._pipe.send(("full",))
             try:
                 await self._connector.put(*self._edge(self._spec.place), _key(stream, number), payload)
             except KeyBusy:  # of what was put there before

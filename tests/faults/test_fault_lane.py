@@ -34,6 +34,12 @@ def test_nothing_is_lost_hung_or_leaked_under_faults(capsys: pytest.CaptureFixtu
     assert counts["payloads"]
 
 
+def test_full_pools_and_slow_readers_are_among_the_faults(tmp_path: Path) -> None:
+    counts = run_round(plain(seconds=1.5, pool=1 << 20, paces=(0.0, 0.1)), tmp_path)
+    assert counts["puts into a full pool"]
+    assert counts["rounds with a slow reader"] == 1
+
+
 def plain(**more: object) -> Plan:
     """A round in which gets are cancelled, copies take a while, and pools are small."""
     given: dict[str, object] = {
@@ -74,7 +80,9 @@ def test_a_fault_of_each_kind_hurts_nobody(kind: Kind, tmp_path: Path) -> None:
     amount = {Kind.STARVE: 1, Kind.STEP: -86400}.get(kind, 0)
     place = 0 if kind in (Kind.REPLACE, Kind.DROP, Kind.CUT, Kind.HOLD) else 1
     plan = plain(stages=3, seconds=1.5, paces=(0.0, 0.0, 0.005), faults=(Fault(0.3, kind, place, lasts, amount),))
-    assert run_round(plan, tmp_path)["payloads"]
+    counts = run_round(plan, tmp_path)
+    assert counts["payloads"]
+    assert counts[f"{kind.name.lower()}, {plan.role_of(place)}"] == 1
 
 
 def test_sixteen_streams_of_mixed_sizes_leave_memory_and_descriptors_as_they_were(
