@@ -213,6 +213,23 @@ async def test_get_nowait_asks_once_and_says_not_ready_until_it_came() -> None:
         await pair.assert_whole()
 
 
+async def test_looks_for_what_is_not_there_keep_the_connection_as_it_is() -> None:
+    remote = {"same_host_link": "off"}
+    async with open_pair(sender=remote, receiver=remote) as pair:
+        await pair.put("first", b"x")
+        assert await pair.get("first") == b"x"
+        [upstream] = pair.receiver._receiver.upstreams.values()
+        link, generation = upstream._remote, upstream.channel.generation
+        for number in range(100):
+            with pytest.raises(NotReady):
+                pair.get_nowait(f"k{number}")
+        await wait_until(lambda: pair.parked() == 100)
+        assert (upstream._remote, upstream.channel.generation) == (link, generation)
+        for number in range(100):
+            assert await pair.receiver.cleanup(f"k{number}") == 1
+        await pair.assert_whole()
+
+
 async def test_what_get_nowait_asked_for_is_handed_to_a_get_that_waits() -> None:
     async with open_pair() as pair:
         with pytest.raises(NotReady):
