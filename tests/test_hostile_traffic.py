@@ -175,11 +175,11 @@ async def test_a_flood_of_messages_that_are_none_costs_an_answer_and_a_count_eac
             assert await answers_to(link) == []
 
 
-async def test_a_thousand_connections_that_come_and_go_leave_nothing() -> None:
+async def test_two_thousand_connections_that_come_and_go_leave_nothing() -> None:
     async with open_pair(sender=REMOTE, receiver=REMOTE) as pair, beside_traffic(pair, "connections that come and go"):
         assert pair.sender._sender is not None
         book, stock = pair.sender._sender.book, pair.sender._sender.reception.stock
-        for _ in range(25):
+        for _ in range(50):
             async with AsyncExitStack() as stack:
                 links = []
                 for _ in range(40):
