@@ -200,7 +200,7 @@ class Reception:
             self._leave_route(link, route, session)
             level = logging.WARNING if way.reason else logging.INFO
             because = way.reason and f", because of {way.reason}"
-            logger.log(level, "receiver %s is written to by %s%s", hello.session.hex(), way.name, because)
+            logger.log(level, "receiver %s is written to by %s%s", hello.session.hex()[:8], way.name, because)
             self._nursery.start_soon(self._watch, session, receiver)
         elif isinstance(before, NativePeer):
             receiver.fence = before.fence
@@ -241,7 +241,7 @@ class Reception:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
                 # No answer: the receiver says hello again at its next heartbeat, when there may be room for it.
                 if self._log_limit.admits():
-                    logger.warning("receiver %s has to wait: %s", hello.session.hex(), error)
+                    logger.warning("receiver %s has to wait: %s", hello.session.hex()[:8], error)
             else:
                 self._mismatch(link, route, hello, str(error))
         except ConnectorClosed:
@@ -251,7 +251,7 @@ class Reception:
     def _mismatch(self, link: Link, route: bytes, hello: wire.Hello, detail: str) -> None:
         self.refused += 1
         if self._log_limit.admits():
-            logger.warning("receiver %s refused: %s", hello.session.hex(), detail)
+            logger.warning("receiver %s refused: %s", hello.session.hex()[:8], detail)
         body = wire.Mismatch(hello.session, hello.generation, list(names_of(self._engine)), detail[:1024])
         link.send(wire.encode(body), route)
 
