@@ -164,6 +164,8 @@ def test_a_header_that_points_at_another_pointer_is_junk() -> None:
         ),
         *([13, "<f4", b"123"], [13, "<f4", "1234"], [13, "|S1", b""], [13, "<U1", b"\xff\xff\xff\xff"]),
         *([14, "RGB", 1, 1, 0], [14, "P", 1, 1, 0], [14, "L", 0, 1, 0], [14, "L", -1, -1, 0], [14, "L", 1 << 40, 1, 0]),
+        # One key or item twice, also where two that differ are equal.
+        *([2, 0, 1, 0, 2], [2, 1, 0, 1.0, 0], [19, "a", 0, "a", 0], [3, 5, 5], [3, 1, True], [4, "a", "a"]),
         *([15], [15, 0, None], [15, "0", None], [17, "nothing"], [17, 1], [18, "toaster"]),
         *(
             [18, "cuda:999999999"],

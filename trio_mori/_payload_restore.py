@@ -238,11 +238,21 @@ class _Restorer:
             return parts
         return [self.build(header, part, depth) for part in parts]
 
-    def pairs(self, header: Header, parts: list[Any], depth: int) -> Iterable[tuple[Any, Any]]:
+    def mapping(self, kind: type[dict[Any, Any]], header: Header, parts: list[Any], depth: int) -> dict[Any, Any]:
         items = self.items(header, parts, depth)
         if len(items) % 2:
             junk("a dict with a key that has no value")
-        return zip(items[::2], items[1::2], strict=True)
+        result = kind(zip(items[::2], items[1::2], strict=True))
+        if 2 * len(result) != len(items):
+            junk("a dict with a key that it has already")
+        return result
+
+    def unique(self, kind: Callable[[list[Any]], Any], header: Header, parts: list[Any], depth: int) -> Any:
+        items = self.items(header, parts, depth)
+        result = kind(items)
+        if len(result) != len(items):
+            junk("a set with an item that it has already")
+        return result
 
     def struct(self, header: Header, parts: list[Any], depth: int) -> object:
         index, _order, *values = parts
@@ -321,10 +331,10 @@ _Builder = Callable[[_Restorer, Header, list[Any], int], Any]
 _BUILDERS: dict[int, _Builder] = {
     LIST: _Restorer.items,
     TUPLE: lambda restorer, header, parts, depth: tuple(restorer.items(header, parts, depth)),
-    PAIRS: lambda restorer, header, parts, depth: dict(restorer.pairs(header, parts, depth)),
-    ORDERED: lambda restorer, header, parts, depth: OrderedDict(restorer.pairs(header, parts, depth)),
-    SET: lambda restorer, header, parts, depth: set(restorer.items(header, parts, depth)),
-    FROZENSET: lambda restorer, header, parts, depth: frozenset(restorer.items(header, parts, depth)),
+    PAIRS: lambda restorer, header, parts, depth: restorer.mapping(dict, header, parts, depth),
+    ORDERED: lambda restorer, header, parts, depth: restorer.mapping(OrderedDict, header, parts, depth),
+    SET: lambda restorer, header, parts, depth: restorer.unique(set, header, parts, depth),
+    FROZENSET: lambda restorer, header, parts, depth: restorer.unique(frozenset, header, parts, depth),
     SLICE: lambda restorer, header, parts, depth: _slice(restorer.items(header, parts, depth)),
     COMPLEX: lambda restorer, header, parts, depth: _complex(parts),
     BIG_INT: lambda restorer, header, parts, depth: _big_int(parts),
