@@ -10,7 +10,8 @@ import torch
 
 from .._errors import EngineUnavailable
 
-# What is called of it; the configurations of the backends aside, of which one may be missing.
+# What is called of it; the configurations of the backends aside, of which one may be missing, and sessions, which are
+# only a shorter way.
 _USED = {
     "IOEngine": (
         "create_backend",
@@ -20,7 +21,6 @@ _USED = {
         "register_torch_tensor",
         "deregister_memory",
         "allocate_transfer_uid",
-        "create_session",
         "batch_write",
     ),
     "IOEngineConfig": (),

@@ -65,8 +65,9 @@ class Outlet:
         return statuses[0] if len(statuses) == 1 else None
 
     def open_session(self, remote: MemoryDesc) -> Session | None:
-        """The short way to a memory that was written to before."""
-        return self._engine.create_session(self.memory, remote)
+        """The short way to a memory that was written to before, if this Mori has one."""
+        engine = self._engine
+        return engine.create_session(self.memory, remote) if hasattr(engine, "create_session") else None
 
     def close(self) -> bool:
         """End Mori's engine, if nothing of it can still move. Sessions must be gone. Idempotent.
