@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mori_standin
 import pytest
@@ -25,7 +26,7 @@ from trio.testing import wait_all_tasks_blocked
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed, open_connector
 from trio_mori._engines import _mori, _mori_pool, _mori_sweep, _mori_transfers, open_engine
 from trio_mori._engines._mori import open_mori
-from trio_mori._engines._mori_library import _USED, MemoryDesc
+from trio_mori._engines._mori_library import _USED, MemoryDesc, load
 from trio_mori._engines._mori_outlet import Outlet
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, Region, Write
@@ -181,6 +182,24 @@ async def test_a_mori_that_is_broken_or_another_says_what_is_wrong(
             async with open_engine("rdma", pool_size=SIZE):
                 pass
         assert isinstance(refused.value, ImportError)
+    finally:
+        for name in ("mori", "mori.io"):
+            sys.modules.pop(name, None)
+
+
+@deterministic
+def test_a_mori_without_sessions_loads_and_has_no_short_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = {name: [part for part in parts if part != "create_session"] for name, parts in _USED.items()}
+    source = [f"{name} = type('', (), dict.fromkeys({parts}))" for name, parts in used.items()]
+    (tmp_path / "mori").mkdir()
+    (tmp_path / "mori" / "__init__.py").write_text("")
+    (tmp_path / "mori" / "io.py").write_text("\n".join(source))
+    for name in ("mori", "mori.io"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        outlet: Any = SimpleNamespace(_engine=load().IOEngine, memory=None)
+        assert Outlet.open_session(outlet, cast(Any, None)) is None
     finally:
         for name in ("mori", "mori.io"):
             sys.modules.pop(name, None)
