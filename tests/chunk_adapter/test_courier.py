@@ -179,6 +179,51 @@ async def test_a_cut_while_a_processor_runs_leaves_nothing_of_it(wire: MemoryWir
     assert not wire.chunks
 
 
+async def test_a_cut_does_not_wait_for_a_processor_with_what_was_put(wire: MemoryWire) -> None:
+    flow, again = Outflow("id", "r"), Outflow("id", "r")
+    began, may_end = threading.Event(), threading.Event()
+
+    def build(number: int) -> object:
+        began.set()
+        assert may_end.wait(10)
+        return number
+
+    async with open_courier(wire) as courier:
+        courier.begin(flow)
+        courier.send(flow, chunk("old"))
+        courier.flush()
+        with trio.fail_after(10):
+            await wire.wait_for(lambda: bool(wire.chunks))
+        courier.send(flow, Outgoing(build, False))
+        courier.flush()
+        await trio.to_thread.run_sync(began.wait)
+        courier.cut(flow, None)
+        courier.flush()
+        assert not wire.chunks
+        assert await next_events(courier, 1) == [Ended(flow)]
+        courier.begin(again)
+        courier.send(again, chunk("new"))
+        courier.flush()
+        may_end.set()
+        with trio.fail_after(10):
+            await wire.wait_for(lambda: bool(wire.chunks))
+        assert wire.sent("r") == ["new"]
+
+
+async def test_a_life_that_was_cut_before_it_began_in_the_loop_puts_nothing(wire: MemoryWire) -> None:
+    flow, events = Outflow("id", "r", is_cut=True), list[Event]()
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, events.append)
+        sending.cut(flow, None)
+        sending.begin(flow)
+        sending.send(flow, Built("built before", False))
+        await trio.testing.wait_all_tasks_blocked()
+        sending.send(flow, Built("and this one, too", False))
+        assert not wire.chunks
+        sending.cut(flow, None)
+    assert events == [Ended(flow)]
+
+
 async def test_a_cut_with_a_failure_tells_the_next_stage_after_what_was_sent(wire: MemoryWire) -> None:
     flow = Outflow("id", "r")
     async with open_courier(wire) as courier:
@@ -399,6 +444,26 @@ async def test_the_rest_of_a_request_that_is_dropped_under_way_is_fetched_and_dr
         await trio.testing.wait_all_tasks_blocked()
         assert (wire.chunks, wire.waiting) == ({}, 0)
         assert courier.events() == []
+
+
+async def test_it_is_not_fetched_when_a_new_request_of_its_name_comes_with_the_drop(wire: MemoryWire) -> None:
+    old, new = Inflow("id", "r"), Inflow("id", "r")
+    wire.chunks["r", 0] = codes(0)
+    async with open_courier(wire) as courier:
+        courier.receive(old)
+        courier.flush()
+        await next_events(courier, 1)
+        courier.drop(old)
+        courier.receive(new)
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        wire.chunks["r", 1] = codes(1)
+        wire.change()
+        await trio.testing.wait_all_tasks_blocked()
+        assert wire.chunks == {("r", 1): codes(1)}, "a chunk of the new request was taken for one of the old"
+        wire.chunks["r", 0] = codes(0)
+        wire.change()
+        assert [event.flow for event in await next_events(courier, 2)] == [new, new]
 
 
 async def test_that_ends_for_a_new_request_of_its_name_and_after_a_while(

@@ -61,7 +61,7 @@ class Courier:
         """See `Loop`."""
         self._mailbox.put(partial(self._carry_out, lambda: self._receiving.drop(flow)))
 
-    # What is sent goes by way of the worker, all of it, so that its order stays.
+    # What is sent goes by way of the worker, all of it, so that its order stays. A cut goes ahead as well.
 
     def begin(self, flow: Outflow) -> None:
         """See `Loop`."""
@@ -75,6 +75,10 @@ class Courier:
     def cut(self, flow: Outflow, failure: str | None) -> None:
         """See `Loop`."""
         then = partial(self._carry_out, lambda: self._sending.cut(flow, failure))
+        if failure is None:
+            # Not behind a worker that may be long at a chunk: nobody is to have what was put, and the next stage
+            # may ask for the next life under the same name as soon as this call has returned.
+            self._mailbox.put(then)
         self._bench.put_up(partial(self._building.cut, flow, then))
 
     def flush(self) -> None:

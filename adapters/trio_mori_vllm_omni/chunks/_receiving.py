@@ -57,7 +57,7 @@ class Receiving:
         self._nursery = nursery
         self._tell = tell
         self._streams: dict[Inflow, _Stream] = {}
-        self._leaving: dict[str, _Stream] = {}  # what is fetched and dropped, by external id
+        self._last: dict[str, _Stream] = {}  # to have begun, by external id; also while its rest is fetched and dropped
         self.reclaimed = 0
 
     def __len__(self) -> int:
@@ -65,11 +65,11 @@ class Receiving:
 
     def begin(self, flow: Inflow) -> None:
         """Receive a request."""
-        before = self._leaving.get(flow.external_id)
-        if before is not None:  # its keys are those of the new one
+        before = self._last.get(flow.external_id)
+        if before is not None:  # its keys are those of the new one, also if it has yet to learn that it was dropped
             before.reclaiming.cancel()
-        stream = self._streams[flow] = _Stream(flow)
-        self._nursery.start_soon(self._receive, stream)
+        stream = self._streams[flow] = self._last[flow.external_id] = _Stream(flow)
+        self._nursery.start_soon(self._run, stream)
 
     def credit(self, flow: Inflow, count: int) -> None:
         """So many more of its chunks were taken."""
@@ -83,6 +83,16 @@ class Receiving:
         stream = self._streams.get(flow)
         if stream is not None:
             stream.scope.cancel()
+
+    async def _run(self, stream: _Stream) -> None:
+        try:
+            await self._receive(stream)
+            # Not before anything has come: the first chunk of a new request of this name might be taken for one of it.
+            if not stream.is_over and stream.number and not stream.reclaiming.cancel_called:
+                await self._reclaim(stream)
+        finally:
+            if self._last.get(stream.flow.external_id) is stream:
+                del self._last[stream.flow.external_id]
 
     async def _receive(self, stream: _Stream) -> None:
         flow = stream.flow
@@ -99,13 +109,8 @@ class Receiving:
             self._tell(Broken(flow, f"{type(error).__name__}: {error}"))
         finally:
             del self._streams[flow]
-        # Not before anything has come: then the first chunk of a new request of this name might be taken for one of it.
-        if not stream.is_over and stream.number and flow.external_id not in self._leaving:
-            await self._reclaim(stream)
 
     async def _reclaim(self, stream: _Stream) -> None:
-        name = stream.flow.external_id
-        self._leaving[name] = stream
         stream.reclaiming.deadline = trio.current_time() + RECLAIM
         try:
             with stream.reclaiming:
@@ -113,9 +118,7 @@ class Receiving:
                     await self._next(stream)
                     self.reclaimed += 1
         except Exception as error:  # noqa: BLE001 - it was not wanted
-            logger.debug("the rest of %s cannot be fetched: %s", name, error)
-        finally:
-            del self._leaving[name]
+            logger.debug("the rest of %s cannot be fetched: %s", stream.flow.external_id, error)
 
     async def _next(self, stream: _Stream) -> object:
         payload = await self._take(stream.flow, stream.number)

@@ -43,6 +43,7 @@ class _Stream:
     """An outflow, as the loop has it.
 
     Attributes:
+        has_begun: It has its turn: what is put under its name is of it.
         sent: Chunks that were put.
         is_idle: Its task waits for the next one.
         is_cut: Nothing more of it is to be sent, but `failure` if there is one.
@@ -53,6 +54,7 @@ class _Stream:
     news: trio.Event = attrs.field(factory=trio.Event)
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
     over: trio.Event = attrs.field(factory=trio.Event)
+    has_begun: bool = False
     sent: int = 0
     is_idle: bool = False
     is_cut: bool = False
@@ -94,10 +96,10 @@ class Sending:
     def send(self, flow: Outflow, chunk: Built) -> None:
         """Put a chunk here and now if that needs no waiting, else queue it.
 
-        One for a stream that has ended is dropped: that it has is on its way to the scheduler.
+        One for a stream that has ended is dropped: that it has is on its way to the scheduler, or came from there.
         """
         stream = self._streams.get(flow)
-        if stream is None:
+        if stream is None or flow.is_cut:
             return
         # To wake the task for it takes as long as the rest of a small chunk's way through the loop.
         if stream.takes_more and self._put_at_once(stream, chunk):
@@ -115,12 +117,14 @@ class Sending:
         return True
 
     def cut(self, flow: Outflow, failure: str | None) -> None:
-        """End a stream, unless it has ended."""
+        """End a stream, unless it has ended. Without a failure, what was put of it is gone when this returns."""
         stream = self._streams.get(flow)
         if stream is None:
             return
         stream.is_cut, stream.failure = True, failure
         stream.scope.cancel()
+        if failure is None and stream.has_begun:
+            self._wire.clean(flow.external_id)
 
     async def _run(self, stream: _Stream, before: trio.Event | None) -> None:
         failure: str | None = None
@@ -129,6 +133,7 @@ class Sending:
             if before is not None:
                 await before.wait()
             self._wire.clean(external_id)  # what is left of an earlier request of this name
+            stream.has_begun = True
             try:
                 with stream.scope:
                     await self._send_all_but_for_a_cut(stream)
