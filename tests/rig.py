@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_mori import Connector, Receipt, open_connector
 from trio_mori._protocol.entries import Want
@@ -54,6 +55,13 @@ async def wait_until(condition: Callable[[], object], within: float = SOON) -> N
             await trio.sleep(0.001)
         return
     raise AssertionError(f"not settled within {within} s")
+
+
+async def pass_time(clock: MockClock, seconds: int) -> None:
+    """Have time pass second by second. To whoever counts the silence of others, a longer jump is that it was stuck."""
+    for _ in range(seconds):
+        clock.jump(1)
+        await wait_all_tasks_blocked()
 
 
 def is_free(connector: Connector) -> bool:

@@ -22,12 +22,13 @@ from rig import (
     begin,
     filled,
     open_pair,
+    pass_time,
     port_of,
     receiver_config,
     start_stage,
     wait_until,
 )
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import MockClock
 
 from trio_mori import (
     EngineMismatch,
@@ -341,10 +342,9 @@ async def test_a_waiting_get_survives_its_sender_for_peer_timeout_and_then_says_
             await wait_until(lambda: target.connector.health()["peers"] == 1)
             await getattr(source, way)()
             await wait_until(lambda: target.connector.health()["peers"] == 0)
-            clock.jump(9)
-            await wait_all_tasks_blocked()
+            await pass_time(clock, 9)
             assert not outcome.over.is_set()
-            clock.jump(2)  # the heartbeat after it finds out
+            await pass_time(clock, 2)  # the heartbeat after it finds out
             with pytest.raises(PeerLost) as caught:
                 await outcome.wait()
             assert caught.value.peer == f"tcp://127.0.0.1:{source.port}"

@@ -6,9 +6,11 @@ import errno
 from contextlib import AsyncExitStack
 
 import pytest
+import torch
 import trio
 from rig import FAST, POOL, UNIT, assert_free, filled, open_pair, port_of, sender_config, wait_until
 from stock_peers import open_stock_client
+from trio.testing import MockClock
 
 from trio_mori import DescriptorRefused, NoRoom, NotReady, TransferFailed, open_connector
 from trio_mori._protocol import wire
@@ -138,3 +140,20 @@ async def test_more_gets_than_a_heartbeat_can_list_are_refused(monkeypatch: pyte
         await wait_until(lambda: pair.receiver.statistics().parked == 1)
         with pytest.raises(NotReady):
             pair.get_nowait("c")
+
+
+async def test_a_process_that_was_stuck_blames_nobody_for_what_it_did_not_hear_meanwhile(
+    caplog: pytest.LogCaptureFixture, clock: MockClock
+) -> None:
+    """To a loop that nothing lets run, time makes a jump."""
+    async with open_pair(sender=FAST, receiver=FAST) as pair, trio.open_nursery() as nursery:
+        for number in range(10):
+            waiting = await pair.get_later(nursery, f"k{number}")
+            await pair.put("taken", filled(100))
+            await pair.get("taken")
+            clock.jump(0.5)
+            await pair.put(f"k{number}", filled(100))
+            assert torch.equal(await waiting.wait(), filled(100))  # type: ignore[arg-type]
+        assert "silent" not in caplog.text
+        assert pair.receiver.health()["timeouts"] == 0
+        await pair.assert_whole()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import trio
-from rig import LIMIT, POOL, assert_free, begin, filled, port_of, receiver_config, sender_config, wait_until
+from rig import LIMIT, POOL, assert_free, begin, filled, pass_time, port_of, receiver_config, sender_config, wait_until
 from stock_edges import open_descriptors
 from stock_peers import open_stock_server
-from trio.testing import MockClock, wait_all_tasks_blocked
+from trio.testing import MockClock
 
 from trio_mori import Connector, ManagedBuffer, NotReady, PeerLost, PeerRestarted, open_connector
 from trio_mori.testing import MemoryEngine, MemoryFabric
@@ -134,10 +134,9 @@ async def test_a_stock_sender_that_is_gone_for_peer_timeout_is_lost(clock: MockC
                 outcome = begin(nursery.tasks, receiver.get, "0", "1", "k")
                 await wait_until(lambda: server.queries)
             await wait_until(lambda: receiver.health()["peers"] == 0)
-            clock.jump(9)
-            await wait_all_tasks_blocked()
+            await pass_time(clock, 9)
             assert not outcome.over.is_set()
-            clock.jump(2)
+            await pass_time(clock, 2)
             with pytest.raises(PeerLost):
                 await outcome.wait()
             again = begin(nursery.tasks, receiver.get, "0", "1", "k")

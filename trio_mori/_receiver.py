@@ -503,9 +503,11 @@ class Receiver:
         """The coarse heartbeat, as soon as there is somebody to say it to."""
         await self._first_upstream.wait()
         while True:
-            await trio.sleep(self.config.heartbeat_interval)
+            due = trio.current_time() + self.config.heartbeat_interval
+            await trio.sleep_until(due)
+            late = trio.current_time() - due
             for upstream in self.upstreams.values():
-                upstream.beat(trio.current_time())
+                upstream.beat(trio.current_time(), late)
             # Not what was cancelled a moment ago: its sender answers in a round trip.
             self._quarantine.tell(self.book.doubts(), trio.current_time(), after=self.config.heartbeat_interval / 2)
             self.flush()

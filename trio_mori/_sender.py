@@ -275,10 +275,14 @@ class Sender:
     async def sweep(self) -> None:
         """Wake at the next deadline of the book, and only then."""
         while True:
-            self._asleep_until = self.book.next_deadline()
-            with trio.CancelScope(deadline=self._asleep_until) as self._nap:
+            self._asleep_until = due = self.book.next_deadline()
+            with trio.CancelScope(deadline=due) as self._nap:
                 await trio.sleep_forever()
-            self.book.expire(trio.current_time())
+            now = trio.current_time()
+            if now - due >= self._config.heartbeat_interval:
+                # This process was stopped or stuck. What its receivers said is yet to be read.
+                self.book.excuse(now - due + self._config.heartbeat_interval, now)
+            self.book.expire(now)
             self._tell_expired()
             self._tell_silent()
             self._quarantine.tell(self.book.doubts(), trio.current_time())

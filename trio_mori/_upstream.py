@@ -426,9 +426,18 @@ class Upstream:
         around.note_progress()
         around.flush()
 
-    def beat(self, now: float) -> None:
-        """At each heartbeat: say that we live; give the sender up if it has been gone for too long."""
+    def beat(self, now: float, late: float) -> None:
+        """At each heartbeat: say that we live; give the sender up if it has been gone for too long.
+
+        Args:
+            late: By how many seconds. In these this process was stopped or stuck, and heard nobody: what the sender
+                said is yet to be read, and what it would have answered was not asked.
+        """
         around, channel = self._around, self.channel
+        if self._last_heard < inf:
+            self._last_heard = min(self._last_heard + late, now)
+        if channel.lost_since < inf:
+            channel.lost_since = min(channel.lost_since + late, now)
         if self._remote is not None:
             self._remote.recheck()
         around.book.heartbeat(channel)  # which counts it also if nothing can be said

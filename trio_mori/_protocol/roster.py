@@ -49,3 +49,8 @@ class Roster:
     def silent(self, now: float) -> list[Session]:
         """Those whose acknowledgement time is over."""
         return [session for session in self.sessions.values() if self.silent_at(session) <= now]
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """So many seconds were no silence of the receivers, for nobody listened."""
+        for session in self.sessions.values():
+            session.last_heard = min(session.last_heard + seconds, now)
