@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.bench import cases, figures, publish
+from benchmarks.bench import cases, figures, publish, where
 from benchmarks.bench.measure import quantile, summary
 from benchmarks.bench.page import STYLE, draw
 from benchmarks.bench.peers import PEERS
@@ -102,6 +102,40 @@ def test_a_turn_is_summed_up_over_both_processes() -> None:
     found = summary(turn, {"send": send, "receive": receive})
     assert (found["p50_us"], found["max_us"], found["cpu_us"]) == (8.0, 9.0, 10.0)
     assert found["rate"] == pytest.approx(4 / 12e-6)
+
+
+def test_a_sample_counts_for_the_code_that_ran_and_what_python_and_torch_do_for_their_caller() -> None:
+    loop = "main (bench/half.py:9);run (trio/_core/_run.py:1)"
+    put = f"{loop};Connector.put (trio_mori/_connector.py:98)"
+    found = where.shares(
+        [
+            f"{loop} 10",
+            f"{put} 5",
+            f"{put};memmove (trio_mori/_payload_copy.py:104) 20",
+            f"{put};Extents.allocate (trio_mori/_protocol/extents.py:7) 15",
+            f"{put};encode (trio_mori/_protocol/wire.py:7);len (torch/_tensor.py:8) 20",
+            "run (threading.py:3);put (trio_mori_vllm_omni/_sync.py:1);put (queue.py:2) 10",
+            f"{loop};check (bench/payload.py:36);__len__ (torch/_tensor.py:8) 10",
+            "run (threading.py:3);schedule (vllm/v1/core/sched.py:5) 5",
+            "run (threading.py:3) 5",
+        ]
+    )
+    assert found == pytest.approx(
+        {
+            "trio": 0.1,
+            "between them": 0.05,
+            "copies, tensors": 0.2,
+            "the books": 0.15,
+            "messages": 0.2,
+            "shim, adapter": 0.1,
+            "benchmark, vllm-omni": 0.2,
+        }
+    )
+    halves = {"send": (200.0, found), "receive": (100.0, {"trio": 1.0})}
+    lines = list(where.table({"async-unix": halves}))
+    assert lines[0] == "| CPU us per chunk | async-unix, send | async-unix, receive |"
+    assert "| trio | 20 | 100 |" in lines
+    assert lines[-1] == "| all | 200 | 100 |"
 
 
 def test_a_quantile_is_a_value_that_was_measured() -> None:

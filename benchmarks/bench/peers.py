@@ -110,15 +110,19 @@ def free_port() -> int:
 
 
 class Pair:
-    """The two halves of a peer, each a process."""
+    """The two halves of a peer, each a process.
+
+    Attributes:
+        processes: Their ids, by role.
+    """
 
     def __init__(self, peer: Peer, environment: Environment) -> None:
         self.peer = peer
         self._pipes: dict[str, Pipe] = {}
-        self._processes: dict[str, int] = {}
+        self.processes: dict[str, int] = {}
         self._port = free_port()
         for role in ("send", "receive"):
-            self._pipes[role], self._processes[role] = environment.fork(peer.half, {**peer.options, "role": role})
+            self._pipes[role], self.processes[role] = environment.fork(peer.half, {**peer.options, "role": role})
 
     def open(self, pool: int) -> None:
         """Raises PeerFailed."""
@@ -174,7 +178,7 @@ class Pair:
 
     def kill(self) -> None:
         """End both processes at once."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
