@@ -119,3 +119,18 @@ def is_of(full: str, name: str, edge: tuple[str, str] | None) -> bool:
     ending = key.removeprefix(f"{name}_{its_edge.partition('_')[0]}_")
     is_named = key == name or (ending != key and ending.isdigit())
     return is_named and (edge is None or its_edge == f"{edge[0]}_{edge[1]}")
+
+
+def first_of(key: str, stage: str) -> str | None:
+    """The request whose first chunk a key is, or None."""
+    ending = f"_{stage}_0"
+    return key[: -len(ending)] if key.endswith(ending) and len(key) > len(ending) else None
+
+
+def left_of(key: str, edge: tuple[str, str]) -> Callable[[str], bool] | None:
+    """Whether a full key is of an earlier request of the same name, if this key is a request's first chunk."""
+    request = first_of(key, edge[0])
+    if request is None:
+        return None
+    start, own = f"{request}_{edge[0]}_", f"{key}@{edge[0]}_{edge[1]}"
+    return lambda full: full.startswith(start) and full != own and is_of(full, request, edge)

@@ -14,7 +14,7 @@ import trio
 from trio_mori import Arrival, ConnectorClosed, PayloadLost, StockArrival
 from trio_mori import Connector as Core
 
-from ._interests import PAUSE, Interest, Interests, State
+from ._interests import PAUSE, Interest, Interests, State, left_of
 from ._reasons import Reasons
 
 AnyArrival = Arrival | StockArrival
@@ -67,6 +67,8 @@ class Polls:
     ) -> AnyArrival | None:
         """Look for a payload, and have it asked for if it was not. In any thread; waits for nobody.
 
+        With a request's first chunk, what came or is to come for an earlier request of its name is not wanted any more.
+
         Raises:
             ConnectorClosed: the connector has failed, or the loop.
         """
@@ -76,6 +78,10 @@ class Polls:
         with self._lock:
             interest, is_new = self._interests.poll(name, now)
             arrival = interest.arrival
+            is_left = left_of(key, edge) if is_new else None
+            left = [] if is_left is None else self._interests.drop(is_left)
+        if left:
+            post(lambda: self._return(left))
         if is_new:
             post(lambda: self._ask(interest, edge, key))
         elif arrival is None and self._tell_at is not None and self._tell_at <= now:
@@ -158,10 +164,10 @@ class Polls:
                 arrival.give_back()
 
     async def take(self, edge: tuple[str, str], key: str, metadata: Mapping[str, object]) -> AnyArrival:
-        """Wait for a payload. What was polled for under its key is not any more."""
+        """Wait for a payload. What was polled for under its key is not any more; see `poll` for a first chunk."""
         self.tell()
-        full = f"{key}@{edge[0]}_{edge[1]}"
-        self.give_up(lambda other: other == full)
+        full, is_left = f"{key}@{edge[0]}_{edge[1]}", left_of(key, edge)
+        self.give_up(lambda other: other == full or (is_left is not None and is_left(other)))
         core = await self._core("receiver")
         return await core.take(*edge, key, metadata)
 

@@ -9,14 +9,15 @@ small, the payload waits for a larger one. It also waits if the address of the s
 one's by then. What ends it all the same, a close or an address that is kept, is in `health()["refusals"]`.
 
 *Why none is put over a later one.* Before the loop does anything else about puts it catches up with what was taken: the
-thread that is to wake it for that may have been halted before it could.
+thread that is to wake it for that may have been halted before it could. So whatever else there is to do about puts, and
+has no answer, has its place among them (`then`): a clean-up drops what was put before it, and nothing that comes after.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 
 import attrs
 import trio
@@ -76,7 +77,7 @@ class PostedPuts:
         self._nursery = nursery
         self._reasons = reasons
         self._taken: dict[str, Put] = {}  # those that the loop has not ended, by full key
-        self._queue: deque[tuple[Core, Put]] = deque()
+        self._queue: deque[Callable[[], object]] = deque()
         self._is_posted = False
         self._late: dict[str, trio.CancelScope] = {}  # those that wait after all
 
@@ -96,15 +97,30 @@ class PostedPuts:
         try:
             if not core.has_place(*put.edge, put.key, 2 * COPIED_IN_LOOP * len(self._taken)):
                 return False
-            self._queue.append((core, attrs.evolve(put, plan=put.plan.own())))
+            self._queue.append(partial(self._put_one, core, attrs.evolve(put, plan=put.plan.own())))
             is_posted = True
         finally:
             if not is_posted:
                 del self._taken[put.full]
+        self._wake(post)
+        return True
+
+    def then(self, post: _Post, what: Callable[[], object]) -> None:
+        """Have something done after what was posted before, and before what is posted later. In any thread.
+
+        Args:
+            what: Must not raise, nor catch up.
+
+        Raises:
+            ConnectorClosed: the loop has ended.
+        """
+        self._queue.append(what)
+        self._wake(post)
+
+    def _wake(self, post: _Post) -> None:
         if not self._is_posted:
             self._is_posted = True
-            post(self._put_all)
-        return True
+            post(self._carry_out)
 
     def check_free(self, put: Put) -> None:
         """See that nothing that was taken before waits for room under its key.
@@ -123,15 +139,14 @@ class PostedPuts:
             if is_of(full, name, edge):
                 scope.cancel()
 
-    def _put_all(self) -> None:
+    def _carry_out(self) -> None:
         self._is_posted = False  # first: what comes from now on is posted anew, or found here
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Put all that was taken until now."""
-        with suppress(IndexError):
-            while True:
-                self._put_one(*self._queue.popleft())
+        """Do all that was posted until now."""
+        while self._queue:
+            self._queue.popleft()()
 
     def _put_one(self, core: Core, put: Put) -> None:
         is_late = False

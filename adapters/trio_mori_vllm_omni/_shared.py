@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import attrs
@@ -139,7 +140,7 @@ class Shared:
             raise NotReady("the sender of this stage is not open yet")
         self._posted.check_free(put)
         if put.replaces is not None:
-            core.cleanup_nowait(put.replaces, *put.edge)
+            core.cleanup_nowait(put.replaces, *put.edge, tell=False)
             self._posted.drop(put.replaces, put.edge)
         return core
 
@@ -178,8 +179,15 @@ class Shared:
             return None
         return address if self._posted.post(post, core, put) else None
 
-    def publish(self, reservation: Reservation) -> None:
-        """Let receivers have what was filled."""
+    def post_publish(self, post: Callable[[Callable[[], object]], None], reservation: Reservation) -> None:
+        """Let receivers have what was filled. In any thread.
+
+        Raises:
+            ConnectorClosed: the loop has ended.
+        """
+        self._posted.then(post, partial(self._publish, reservation))
+
+    def _publish(self, reservation: Reservation) -> None:
         try:
             reservation.publish()
         except TrioMoriError as error:  # closed meanwhile, or its key is being transferred: put has returned already
@@ -195,12 +203,23 @@ class Shared:
 
     # --- the rest -----------------------------------------------------------------------------------------
 
-    def cleanup(self, name: str, edge: tuple[str, str] | None) -> None:
-        """Drop what nobody has fetched of a request, and what was polled for."""
+    def post_cleanup(
+        self, post: Callable[[Callable[[], object]], None], name: str, edge: tuple[str, str] | None, *, tell: bool
+    ) -> None:
+        """Drop what was put under a name until now and nobody has fetched, and what was polled for. In any thread.
+
+        Args:
+            tell: As `Connector.cleanup_nowait`.
+
+        Raises:
+            ConnectorClosed: the loop has ended.
+        """
+        self._posted.then(post, partial(self._cleanup, name, edge, tell))
+
+    def _cleanup(self, name: str, edge: tuple[str, str] | None, tell: bool) -> None:
         self.polls.tell()
-        self._posted.catch_up()
         for core in self._cores.values():
-            core.cleanup_nowait(name, *(edge or (None, None)))
+            core.cleanup_nowait(name, *(edge or (None, None)), tell=tell)
         self._posted.drop(name, edge)
         self.polls.give_up(lambda full: is_of(full, name, edge))
 

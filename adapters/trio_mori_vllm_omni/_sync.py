@@ -38,6 +38,7 @@ from trio_mori import (
 from trio_mori import Connector as Core
 
 from ._home import CLOSE_LIMIT, Client, Home, home_of_this_process
+from ._interests import first_of
 from ._place import Place
 from ._polls import AnyArrival
 from ._posted_puts import COPIED_IN_LOOP, Put
@@ -137,7 +138,7 @@ class SyncConnector:
             if not self.can_put:
                 raise WrongRole(f"put of {put_key!r} on a connector that only receives")
             plan, is_on_host = self._plan(data)
-            put = Put(from_stage, to_stage, put_key, plan, _first_of(put_key, from_stage))
+            put = Put(from_stage, to_stage, put_key, plan, first_of(put_key, from_stage))
             if is_on_host and plan.size <= COPIED_IN_LOOP:
                 host, port = client.shared.post_put(self._home.post, put) or self._in_loop(
                     client.shared, partial(client.shared.put_nowait, put)
@@ -149,7 +150,7 @@ class SyncConnector:
                 except BaseException:
                     self._post_last(reservation.release)
                     raise
-                self._home.post(partial(client.shared.publish, reservation))
+                client.shared.post_publish(self._home.post, reservation)
         except (WrongRole, UnsupportedPayload, NoRoom, TooBig, KeyBusy) as error:
             client.shared.reasons.note("put", error)
             return False, 0, None
@@ -320,7 +321,7 @@ class SyncConnector:
             raise ValueError(f"cleanup of {request_id!r} needs both from_stage and to_stage, or neither")
         client = self._require_client()
         edge = None if from_stage is None or to_stage is None else (from_stage, to_stage)
-        self._home.post(lambda: client.shared.cleanup(request_id, edge))
+        client.shared.post_cleanup(self._home.post, request_id, edge, tell=True)
 
     def forget_request(self, external_req_id: str) -> None:
         """Its request was aborted: drop its chunks that nobody has fetched from this stage. Called by the adapter."""
@@ -328,7 +329,9 @@ class SyncConnector:
         if client is None or client.closed or self._pid != os.getpid():
             return
         edge = (str(self.stage_id), str(self.stage_id + 1))
-        self._post_last(lambda: client.shared.cleanup(external_req_id, edge))
+        with suppress(ConnectorClosed):
+            # Nobody is told: its keys may be a new request's in a moment.
+            client.shared.post_cleanup(self._home.post, external_req_id, edge, tell=False)
 
     def health(self) -> dict[str, Any]:
         """What the stock connector tells, the pool by state, and ``refusals``: why puts and gets were refused."""
@@ -451,12 +454,6 @@ class SyncConnector:
         """Post what a closed loop does not need any more."""
         with suppress(ConnectorClosed):
             self._home.post(callback)
-
-
-def _first_of(key: str, stage: str) -> str | None:
-    """The request whose first chunk a key is, or None."""
-    ending = f"_{stage}_0"
-    return key[: -len(ending)] if key.endswith(ending) and len(key) > len(ending) else None
 
 
 def _next_of(key: str, stage: str, value: object) -> str | None:

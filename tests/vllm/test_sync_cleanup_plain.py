@@ -6,8 +6,9 @@ import time
 
 import pytest
 import torch
+from sync_pair import LIMIT, eventually, held_loop, is_whole, open_pair, poll
 from sync_pair import _leaves_nothing_in_the_loop as _leaves_nothing_in_the_loop
-from sync_pair import eventually, is_whole, open_pair, poll
+from sync_pair import patience as patience
 from trio_mori_vllm_omni._interests import PATIENCE
 
 deterministic = pytest.mark.deterministic
@@ -62,6 +63,47 @@ def test_the_first_chunk_of_a_request_drops_what_is_left_of_an_earlier_one() -> 
             assert down.get("0", "1", "r_0_1") is None
         up.put("0", "1", "r_0_1", {"life": torch.tensor([2])})
         assert poll(down, "r_0_1")[0] == {"life": torch.tensor([2])}
+
+
+@deterministic
+@pytest.mark.parametrize("name", ["forget_request", "cleanup"])
+def test_a_clean_up_leaves_alone_what_is_put_after_it(name: str) -> None:
+    with open_pair() as (up, down):
+        for chunk in range(3):
+            up.put("0", "1", f"r_0_{chunk}", {"life": torch.tensor([1])})
+        with held_loop(up):
+            up.put("0", "1", "r_0_3", {"life": torch.tensor([1])})
+            getattr(up, name)("r")
+            up.put("0", "1", "r_0_4", {"life": torch.tensor([2])})
+        assert poll(down, "r_0_4")[0] == {"life": torch.tensor([2])}
+        assert down.get("0", "1", "r_0_3") is None
+        eventually(lambda: is_whole(up), "that nothing is left of the first life")
+
+
+@deterministic
+@pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("waits", [False, True], ids=["polls", "waits"])
+def test_what_came_for_an_aborted_request_is_not_taken_for_a_chunk_of_the_next_one_of_its_name(waits: bool) -> None:
+    def life(number: int) -> dict[str, torch.Tensor]:
+        return {"life": torch.tensor([number])}
+
+    with open_pair() as (up, down):
+        for chunk in range(2):
+            up.put("0", "1", f"r_0_{chunk}", life(1))
+        poll(down, "r_0_0")
+        eventually(lambda: down.health()["pool"].get("leased", 0) > 0, "that the second chunk came ahead")
+        assert down.get("0", "1", "rr_0_1") is None
+        up.forget_request("r")
+        for chunk in range(2):
+            up.put("0", "1", f"r_0_{chunk}", life(2))
+        if waits:
+            found = down.get_with_deadline("0", "1", "r_0_0", deadline=time.monotonic() + LIMIT)
+        else:
+            found = poll(down, "r_0_0")
+        assert found is not None
+        assert found[0] == life(2)
+        assert poll(down, "r_0_1")[0] == life(2)
+        assert down.health()["polled"] == 2, "another request's, and the next one of this"
 
 
 def test_a_payload_that_nobody_polls_for_any_more_goes_back_to_its_sender() -> None:
