@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +11,7 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
+from descriptors import no_descriptors_left
 from portals import SOON, Stay, echo, fail, fail_now, park, run_program
 from portals import open_portal as open_portal
 from threads import Other
@@ -198,15 +197,9 @@ def test_a_loop_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_start_without_descriptors_left_says_so() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    try:
-        with pytest.raises(NoDescriptors, match=rf"cannot open an event loop: too few .* the {lowest} .*`ulimit -n`"):
+    with no_descriptors_left() as limit:
+        with pytest.raises(NoDescriptors, match=rf"cannot open an event loop: too few .* the {limit} .*`ulimit -n`"):
             Portal()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # --- the end of the interpreter ----------------------------------------------------------------------------

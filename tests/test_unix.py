@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import trio
 import trio.testing
+from descriptors import no_descriptors_left
 
 from trio_mori import PeerLost, _unix_transport
 from trio_mori._unix import open_unix_dialler, open_unix_listener
@@ -182,9 +182,10 @@ async def test_parts_of_a_message_without_an_end_are_taken_a_few_at_a_time(monke
 async def test_a_process_without_descriptors_looks_for_whoever_waits_now_and_then_and_takes_it_when_it_can() -> None:
     name = new_name()
     async with open_unix_listener(name) as listener:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, without_descriptors() as give_back:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, ExitStack() as shortage:
             stranger.connect(f"\0{name}")
             stranger.send(b"\0\1\2\0\0\0ok")
+            shortage.enter_context(no_descriptors_left())
             woken = 0
             with trio.move_on_after(0.35):
                 while True:
@@ -192,31 +193,10 @@ async def test_a_process_without_descriptors_looks_for_whoever_waits_now_and_the
                     assert not listener._transport.settle()  # type: ignore[union-attr]
                     woken += 1
             assert 1 <= woken <= 10
-            give_back()
+            shortage.close()
             event = await next_event(listener)
             assert isinstance(event, Arrived)
             assert event.frames == [b"ok"]
-
-
-@contextmanager
-def without_descriptors() -> Iterator[Callable[[], None]]:
-    """This process has none left, until the function is called that this yields."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-
-    def give_back() -> None:
-        while taken:
-            os.close(taken.pop())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, hard))
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-        yield give_back
-    finally:
-        give_back()
 
 
 async def test_what_waits_for_a_peer_that_does_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
