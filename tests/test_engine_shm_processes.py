@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import trio
+from descriptors import open_files
+from rig import wait_until
 
 from trio_mori import DescriptorRefused, TransferFailed, _pages, open_engine
 from trio_mori.abc import Descriptor, Write
@@ -54,15 +56,11 @@ def ask(process: subprocess.Popen[str], offset: int) -> int:
     return int(process.stdout.readline())
 
 
-def open_files() -> int:
+def mapped_pools() -> set[str]:
+    """The pools that this process has mapped, its own and others', by the numbers of their files."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mapped_pools() -> int:
-    """How many pools this process has mapped, its own and others'."""
-    gc.collect()
-    return Path("/proc/self/maps").read_text().count("trio-mori-pool")
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "trio-mori-pool" in line}
 
 
 @pytest.fixture
@@ -99,7 +97,7 @@ async def test_a_descriptor_with_any_bit_altered_is_refused_and_nothing_stays_op
             for forged in altered_descriptors(descriptor):
                 with pytest.raises(DescriptorRefused):
                     engine.add_peer(forged)
-            assert open_files() == before
+            await wait_until(lambda: open_files() <= before)  # a thread may have its last result in hand for a moment
             engine.add_peer(descriptor)
 
 
@@ -108,11 +106,11 @@ async def test_a_peer_is_mapped_by_its_first_write_and_until_it_is_dropped() -> 
         async with open_engine("shm", pool_size=POOL) as engine:
             before = mapped_pools()
             peer = engine.add_peer(descriptor)
-            assert mapped_pools() == before
+            assert mapped_pools() <= before
             await engine.write(peer, Write(0, 0, POOL))
-            assert mapped_pools() == before + 1
+            assert len(mapped_pools() - before) == 1
             engine.drop_peer(peer)
-            assert mapped_pools() == before
+            await wait_until(lambda: mapped_pools() <= before)
 
 
 async def test_a_large_write_finds_the_pages_that_it_needs_in_a_thread_and_no_others(
@@ -201,7 +199,7 @@ async def test_a_killed_process_leaves_nothing_behind() -> None:
             await engine.wait_fenced(peer)
     assert set(os.listdir("/dev/shm")) <= before
     del engine, peer
-    assert mapped_pools() == mapped
+    await wait_until(lambda: mapped_pools() <= mapped)
 
 
 async def test_a_share_directory_passes_memory_and_fence_between_processes(share_directory: str) -> None:

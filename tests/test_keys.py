@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from descriptors import open_files
 
 from trio_mori import ConfigError, ConnectorConfig
 from trio_mori.__main__ import main
@@ -153,11 +154,10 @@ def test_a_directory_is_refused_by_name_and_not_kept_open(tmp_path: Path) -> Non
     secret, _ = write_pair(str(tmp_path / "a"), "a")
     folder = tmp_path / "folder"
     folder.mkdir(mode=0o700)
-    before = os.listdir("/proc/self/fd")
+    before = open_files()
     for message in (refusal(folder), refusal(secret, curve_allowed_keys=folder)):
         assert f"the file {folder} is no regular file" in message
-    # Fewer, if libzmq has just closed the last of an earlier test's.
-    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    assert open_files() <= before
 
 
 def test_what_is_no_key_file_is_refused_by_its_line(tmp_path: Path) -> None:

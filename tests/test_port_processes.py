@@ -40,8 +40,8 @@ deterministic = pytest.mark.deterministic
 
 @deterministic
 async def test_ten_changes_of_hands_leave_no_descriptor_and_no_task() -> None:
-    def count() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), trio.lowlevel.current_statistics().tasks_living
+    def tasks() -> int:
+        return trio.lowlevel.current_statistics().tasks_living
 
     async def once() -> None:
         async with open_site() as site:
@@ -52,12 +52,14 @@ async def test_ten_changes_of_hands_leave_no_descriptor_and_no_task() -> None:
             with pytest.raises(PortHeld):
                 await put(second, "k", b"y")
 
+    own = tasks()
     for _ in range(2):
         await once()
-    before = count()
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         await once()
-    await wait_until(lambda: count() <= before)
+    await wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    await wait_until(lambda: tasks() == own)
 
 
 # --- two trio runs, two processes ---------------------------------------------------------------------------

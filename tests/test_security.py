@@ -32,6 +32,7 @@ from rig import (
     wait_until,
 )
 from stock_peers import open_stock_client, open_stock_server
+from threads import count_threads
 
 from trio_mori import (
     AuthenticationFailed,
@@ -455,12 +456,8 @@ async def test_a_port_that_other_machines_reach_without_a_key_is_warned_of_once(
 # --- what it leaves -------------------------------------------------------------------------------------------
 
 
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 async def test_a_secured_listener_leaves_no_thread_and_no_descriptor(ring: Ring) -> None:
-    counts: list[Callable[[], int]] = [threads, lambda: len(os.listdir("/proc/self/fd"))]
+    counts: list[Callable[[], int]] = [count_threads, lambda: len(os.listdir("/proc/self/fd"))]
     async with open_pair(sender=ring.sender("last"), receiver=ring.receiver("last")) as pair:
         await assert_works(pair)
     before = [count() for count in counts]
