@@ -49,7 +49,7 @@ def test_two_connectors_with_loops_of_their_own_meet_over_shared_memory() -> Non
 
 
 def test_a_port_that_is_taken_is_an_error_of_the_constructor_and_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -57,7 +57,7 @@ def test_a_port_that_is_taken_is_an_error_of_the_constructor_and_leaves_no_threa
             open_sender(zmq_port=taken.getsockname()[1])
     with pytest.raises(ConfigError):
         blocking.open_connector({"role": "nobody"})
-    assert not [thread for thread in threading.enumerate()[before:] if thread.name == "trio_mori"]
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "trio_mori"]
 
 
 def test_a_close_ends_the_calls_of_other_threads_and_frees_the_port() -> None:
