@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import trio
-from rig import POOL, SOON, Pair, open_pair
+from rig import POOL, SOON, Pair, open_pair, wait_until
 
 from trio_mori._portal import Portal
 from trio_mori.blocking import COPY_IN_LOOP, BlockingConnector
@@ -39,12 +38,7 @@ class Both:
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Until something holds in the loop, soon."""
-
-        async def look() -> None:
-            while not condition():  # noqa: ASYNC110 - no event tells
-                await trio.sleep(0.001)
-
-        self.portal.call(look, timeout=SOON, what="a condition")
+        self.portal.call(wait_until, condition, what="a condition")
 
     def assert_whole(self) -> None:
         """Both pools are wholly free, soon, and a payload still comes across."""
