@@ -334,7 +334,7 @@ async def test_a_waiting_get_survives_its_sender_for_peer_timeout_and_then_says_
     async with trio.open_nursery() as nursery:
         with trio.fail_after(LIMIT):
             fabric = MemoryFabric()
-            source = await start_stage(nursery, fabric, role="sender")
+            source = await start_stage(nursery, fabric, role="sender", zmq_port=free_port())
             target = await start_stage(
                 nursery, fabric, role="receiver", **to(source), heartbeat_interval=1, peer_timeout=10
             )

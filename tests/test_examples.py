@@ -61,7 +61,7 @@ class Demo:
 
     async def wait_stages(self) -> None:
         """Wait until no stage is left; a stage that stays is a failure."""
-        with trio.fail_after(10):
+        with trio.fail_after(LIMIT):
             for pidfd in self._pidfds:
                 await trio.lowlevel.wait_readable(pidfd)
 
@@ -151,7 +151,7 @@ async def test_a_signal_ends_all_of_it_quietly(tmp_path: Path, number: signal.Si
     async with running_demo(tmp_path) as demo:
         assert len(demo.stages) == 3
         demo.process.send_signal(number)
-        with trio.fail_after(10):
+        with trio.fail_after(LIMIT):
             assert await demo.wait() == 130
         assert demo.errors == b"interrupted; all stages are closed\n"
         await demo.wait_stages()
@@ -163,7 +163,7 @@ async def test_a_killed_stage_ends_the_others_and_is_named(tmp_path: Path, stage
     async with running_demo(tmp_path) as demo:
         victim = demo.stages[str(stage)]
         os.kill(victim, signal.SIGKILL)
-        with trio.fail_after(10):
+        with trio.fail_after(LIMIT):
             assert await demo.wait() == 1
         message = f"stage {stage} ({STAGES[stage]}), process {victim}, was killed by SIGKILL before the work was done"
         assert demo.errors.decode() == f"{message}; the other stages were ended\n"

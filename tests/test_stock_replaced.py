@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import trio
+from ports import free_port
 from rig import LIMIT, POOL, assert_free, begin, filled, pass_time, port_of, receiver_config, sender_config, wait_until
 from stock_edges import open_descriptors
 from stock_peers import open_stock_server
@@ -21,7 +22,7 @@ async def test_a_stock_sender_is_replaced_by_a_native_one_on_its_address_and_bac
     fabric = MemoryFabric()
     with trio.fail_after(LIMIT):
         async with fabric.open(pool_size=POOL) as engine, AsyncNursery() as nursery:
-            async with open_stock_server(fabric) as server:
+            async with open_stock_server(fabric, free_port()) as server:
                 port = server.port
                 server.put("k@0_1", filled(10, 0))
                 receiver = await nursery.start_connector(receiver_config(port), engine)
@@ -81,7 +82,7 @@ async def test_what_had_arrived_from_a_native_sender_is_not_lost_when_a_stock_on
     with trio.fail_after(LIMIT):
         async with fabric.open(pool_size=POOL) as engine, fabric.open(pool_size=POOL) as native_engine:
             async with AsyncNursery() as nursery:
-                async with open_connector(sender_config(), engine=native_engine) as native:
+                async with open_connector(sender_config(zmq_port=free_port()), engine=native_engine) as native:
                     port = port_of(native)
                     receiver = await nursery.start_connector(receiver_config(port), engine)
                     with pytest.raises(NotReady):
@@ -104,7 +105,7 @@ async def test_a_stream_does_not_go_on_with_a_stock_sender_in_the_place_of_its_o
     with trio.fail_after(LIMIT):
         async with fabric.open(pool_size=POOL) as engine, fabric.open(pool_size=POOL) as native_engine:
             async with AsyncNursery() as nursery:
-                async with open_connector(sender_config(), engine=native_engine) as native:
+                async with open_connector(sender_config(zmq_port=free_port()), engine=native_engine) as native:
                     port = port_of(native)
                     receiver = await nursery.start_connector(receiver_config(port), engine)
                     await native.put("0", "1", "r_0_0", (0, 5, "first"))  # as a chunk sender wraps it, which goes on
@@ -126,7 +127,7 @@ async def test_a_stock_sender_that_is_gone_for_peer_timeout_is_lost(clock: MockC
     fabric = MemoryFabric()
     with trio.fail_after(LIMIT):
         async with fabric.open(pool_size=POOL) as engine, AsyncNursery() as nursery:
-            async with open_stock_server(fabric) as server:
+            async with open_stock_server(fabric, free_port()) as server:
                 port = server.port
                 receiver = await nursery.start_connector(
                     receiver_config(port, heartbeat_interval=1, peer_timeout=10), engine

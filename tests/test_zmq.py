@@ -9,6 +9,7 @@ import pytest
 import trio
 import trio.testing
 import zmq
+from ports import free_port
 from zmq_links import V4, Inbox, Peer, bounded, connected_pair, plain_socket
 
 from trio_mori._zmq import open_dialler, open_listener
@@ -19,8 +20,7 @@ from trio_mori.abc import Arrived, Connected, Disconnected, LinkEvent
 
 @bounded
 async def test_a_dialler_may_be_opened_before_its_listener_and_what_it_sends_until_then_is_dropped() -> None:
-    async with open_listener([V4], 0) as listener:
-        port = listener.port
+    port = free_port()
     async with open_dialler(V4, port) as dialler:
         dialler.send([b"too early"])
         await trio.sleep(0.03)  # a few attempts fail
@@ -33,8 +33,7 @@ async def test_a_dialler_may_be_opened_before_its_listener_and_what_it_sends_unt
 
 @bounded
 async def test_a_listener_that_is_replaced_is_a_new_connection() -> None:
-    async with open_listener([V4], 0) as listener:
-        port = listener.port
+    port = free_port()
     async with open_dialler(V4, port) as dialler:
         inbox = Inbox(dialler)
         for number in range(3):
@@ -68,7 +67,8 @@ async def test_what_arrived_before_the_connection_broke_comes_before_the_news_of
 async def test_what_was_sent_to_a_peer_that_is_gone_does_not_reach_its_successor() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as first, context.socket(zmq.ROUTER) as successor:
         first.linger = 0
-        port = first.bind_to_random_port(f"tcp://{V4}")
+        port = free_port()
+        first.bind(f"tcp://{V4}:{port}")
         async with open_dialler(V4, port) as dialler:
             inbox = Inbox(dialler)
             assert await inbox.next() == Connected()
@@ -168,8 +168,8 @@ async def test_a_frame_that_is_too_large_costs_its_sender_the_connection_and_nob
 
 @bounded
 async def test_a_dialler_outlives_a_peer_that_hangs_up_before_the_handshake() -> None:
-    with socket.create_server((V4, 0)) as rude:
-        port = rude.getsockname()[1]
+    port = free_port()
+    with socket.create_server((V4, port)) as rude:
         async with open_dialler(V4, port) as dialler:
             for _ in range(2):
                 connection, _ = await trio.to_thread.run_sync(rude.accept)

@@ -11,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 import zmq
+from ports import free_port
 from zmq_links import V4, V6, Inbox, Peer, bounded, needs_ipv6, plain_socket, run_script
 
 from trio_mori import _zmq
@@ -87,18 +88,18 @@ async def test_an_ephemeral_port_is_not_looked_for_for_ever(monkeypatch: pytest.
 
 @bounded
 async def test_the_port_is_free_as_soon_as_the_listener_has_been_left() -> None:
-    port = 0
+    port = free_port()
     for _ in range(20):
-        async with open_listener([V4], port) as listener:
-            port = listener.port
+        async with open_listener([V4], port):
+            pass
     async with open_listener([V4], port), open_dialler(V4, port) as dialler:
         assert await dialler.receive() == [Connected()]
 
 
 @bounded
 async def test_the_port_is_free_though_peers_are_connected_and_do_not_read() -> None:
-    async with open_listener([V4], 0) as listener:
-        port = listener.port
+    port = free_port()
+    async with open_listener([V4], port) as listener:
         with plain_socket(zmq.DEALER, port) as peer:
             peer.send(b"hello")
             route = (await Inbox(listener).message()).route
@@ -111,9 +112,9 @@ async def test_the_port_is_free_though_peers_are_connected_and_do_not_read() -> 
 
 @bounded
 async def test_the_port_is_free_when_the_listener_was_cancelled() -> None:
+    port = free_port()
     with trio.CancelScope() as scope:
-        async with open_listener([V4], 0) as listener:
-            port = listener.port
+        async with open_listener([V4], port):
             scope.cancel()
             await trio.sleep_forever()
     async with open_listener([V4], port):
