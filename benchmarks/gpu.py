@@ -208,15 +208,18 @@ class Receiver:
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
-    async def block(self, kind: str, size: int, count: int, get: Callable[[str], Awaitable[None]]) -> list[float]:
-        """So many payloads of a kind, each waited for; returns how long each took, in microseconds."""
+    async def block(self, kind: str, size: int, count: int, get: Callable[[str], Awaitable[int]]) -> list[float]:
+        """So many payloads of a kind, each waited for; returns how long each took, in microseconds.
+
+        Args:
+            get: Waits for a payload, and says when it had it.
+        """
         self._blocks += 1
         name = str(self._blocks)
         await self.tell("block", kind, size, name, count)
         ended = []
         for number in range(count):
-            await get(f"{name}-{number}")
-            ended.append(time.monotonic_ns())
+            ended.append(await get(f"{name}-{number}"))
         return [(end - begin) / 1000 for begin, end in zip(await self.hear(), ended, strict=True)]
 
     async def by_torch(self, size: int) -> float:
@@ -263,15 +266,17 @@ async def measure(options: argparse.Namespace) -> dict[int, dict[str, float]]:
             trio_mori.open_engine("cuda_ipc", pool_size=max(options.sizes), device=here) as bare,
         ):
 
-            async def lease(key: str) -> None:
+            async def lease(key: str) -> int:
                 async with gpu.lease(*EDGE, key):
-                    pass
+                    return time.monotonic_ns()
 
-            async def get(key: str) -> None:
+            async def get(key: str) -> int:
                 await gpu.get(*EDGE, key)
+                return time.monotonic_ns()
 
-            async def get_by_host(key: str) -> None:
+            async def get_by_host(key: str) -> int:
                 await host.get(*EDGE, key)
+                return time.monotonic_ns()
 
             ways = {"by the host": get_by_host, "raw, get": get, "structured, get": get}
             for size in options.sizes:
