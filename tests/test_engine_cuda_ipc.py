@@ -15,14 +15,23 @@ import pytest
 import torch
 import trio
 from descriptors import open_files
-from rig import EVERY_ENGINE_CHECK, wait_until
+from rig import EVERY_ENGINE_CHECK, begin, filled, receiver_config, sender_config, wait_until
 from trio.testing import wait_all_tasks_blocked
 
-from trio_mori import ConfigError, DescriptorRefused, EngineUnavailable, TransferFailed, open_engine
+from trio_mori import (
+    ConfigError,
+    Connector,
+    DescriptorRefused,
+    EngineUnavailable,
+    TransferFailed,
+    open_connector,
+    open_engine,
+)
 from trio_mori._engines import _cuda_ipc, _cuda_library
 from trio_mori._engines._cuda_owner import Memory, Owner, decode
 from trio_mori._engines._cuda_peer import CudaPeer
-from trio_mori.abc import Descriptor, Engine, EnginePeer, Write
+from trio_mori._protocol.matching import Matching
+from trio_mori.abc import Descriptor, Engine, EnginePeer, Posted, Write
 from trio_mori.testing import EngineBench, FakeGpus
 from trio_mori.testing._engine_bench import Check, altered_descriptors
 
@@ -173,14 +182,85 @@ async def test_small_writes_overtake_a_large_one_to_the_same_peer(gpus: FakeGpus
 
 
 @deterministic
+async def test_a_small_write_is_over_in_place_and_one_that_is_not_is_waited_for(gpus: FakeGpus) -> None:
+    async with (
+        open_engine("cuda_ipc", pool_size=POOL, device="cuda") as one,
+        open_engine("cuda_ipc", pool_size=POOL, device="cuda") as other,
+    ):
+        peer = one.add_peer(other.descriptor)
+        assert one.write_nowait(peer, Write(0, 0, 1)) is False  # the peer is not mapped yet
+        await one.write(peer, Write(0, 0, 1))
+        assert one.write_nowait(peer, Write(0, 0, 1)) is True
+        gpus.hold(other.region.tensor)
+        one.region.tensor[:POOL] = 7
+        copies = [one.write_nowait(peer, Write(0, place, POOL // 8)) for place in range(0, POOL, POOL // 8)]
+        assert isinstance(peer, CudaPeer)
+        assert [track.copies for track in peer.tracks] == [2, 2, 2, 2]
+        gpus.release()
+        for copy in copies:
+            assert isinstance(copy, Posted)
+            await copy.wait()
+        assert bool((other.region.tensor == 7).all())
+        assert [track.copies for track in peer.tracks] == [0, 0, 0, 0]
+
+
+@deterministic
+async def test_what_was_posted_and_nobody_has_waited_for_yet_is_abandoned_with_all(gpus: FakeGpus) -> None:
+    async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as owner:
+        async with open_engine("cuda_ipc", pool_size=POOL, device="cuda") as writer:
+            peer = writer.add_peer(owner.descriptor)
+            await writer.write(peer, Write(0, 0, 1))
+            gpus.hold(owner.region.tensor)
+            posted = writer.write_nowait(peer, Write(0, 0, POOL))
+            assert isinstance(posted, Posted)
+            writer.abandon()
+            with pytest.raises(TransferFailed, match="abandoned") as caught:
+                await posted.wait()
+            assert not caught.value.settled
+        gpus.release()
+
+
+@deterministic
+async def test_a_put_returns_while_its_payload_is_still_being_copied_to_a_get_that_waits(gpus: FakeGpus) -> None:
+    pool = {"backend_type": "cuda_ipc", "memory_pool_device": "cuda:0", "memory_pool_size": POOL}
+    async with (
+        open_connector(sender_config(**pool)) as source,
+        open_connector(receiver_config(source, **pool)) as target,
+        trio.open_nursery() as nursery,
+    ):
+        await source.put("0", "1", "first", filled(1))
+        await target.get("0", "1", "first")  # the two have met, and the pool is mapped
+        outcome = begin(nursery, target.get, "0", "1", "k")
+        await wait_until(lambda: "k@0_1" in source_book(source).waiting)
+        gpus.hold(target._pool.region.tensor)
+        await source.put("0", "1", "k", filled(9))
+        assert source.statistics().in_flight == 1
+        await wait_all_tasks_blocked()
+        assert not outcome.over.is_set()
+        gpus.release()
+        assert torch.equal(await outcome.wait(), filled(9))  # type: ignore[arg-type]
+        assert source.statistics().in_flight == 0
+
+
+def source_book(source: Connector) -> Matching:
+    assert source._sender is not None
+    return source._sender.book._matching
+
+
+@deterministic
 async def test_a_gpu_that_fails_leaves_it_open_whether_bytes_move(gpus: FakeGpus) -> None:
     async with (
         open_engine("cuda_ipc", pool_size=POOL, device="cuda") as one,
         open_engine("cuda_ipc", pool_size=POOL, device="cuda") as other,
     ):
+        peer = one.add_peer(other.descriptor)
+        await one.write(peer, Write(0, 0, 1))
         gpus.broken = True
         with pytest.raises(TransferFailed, match="illegal memory access") as caught:
-            await one.write(one.add_peer(other.descriptor), Write(0, 0, 1))
+            await one.write(peer, Write(0, 0, 1))
+        assert not caught.value.settled
+        with pytest.raises(TransferFailed, match="illegal memory access") as caught:
+            one.write_nowait(peer, Write(0, 0, 1))
         assert not caught.value.settled
 
 

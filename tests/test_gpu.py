@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock, assert_checkpoints
 
 from trio_mori import EngineUnavailable, _gpu, open_connector
-from trio_mori._gpu import check_device, wait_over
+from trio_mori._gpu import Mark, check_device, is_over_soon, take_side_stream, wait_over
 
 pytestmark = pytest.mark.deterministic
 
@@ -77,6 +77,56 @@ async def test_a_gpu_that_has_failed_says_so() -> None:
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
         await wait_over(Failed())
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        is_over_soon(Failed())
+
+
+def test_a_moment_is_looked_for_in_place_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    microseconds = itertools.count()
+    monkeypatch.setattr(_gpu, "time", SimpleNamespace(perf_counter=lambda: next(microseconds) * 1e-6))
+    assert is_over_soon(Questions(20))
+    never = Questions(float("inf"))
+    assert not is_over_soon(never)
+    assert never.asked < 40  # SPIN
+
+
+def test_an_event_serves_for_another_moment_when_its_own_has_come_and_once() -> None:
+    event, spare = Questions(3), []
+    moment = Mark(event, spare)  # type: ignore[arg-type]
+    assert not moment.query()
+    assert not moment.query()
+    assert spare == []
+    assert moment.query()
+    assert spare == [event]
+    assert moment.query()
+    assert spare == [event]
+    assert event.asked == 3
+
+
+def test_what_has_a_stream_of_its_own_is_not_put_behind_what_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        is_idle = True
+
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+    device = torch.device("cuda:63")
+    monkeypatch.setattr(_gpu, "SideStream", Stream)
+    try:
+        first = take_side_stream(device)
+        assert take_side_stream(device) is first
+        first.is_idle = False  # type: ignore[misc]
+        second = take_side_stream(device)
+        assert second is not first
+        assert take_side_stream(device) is second
+        streams = {first}
+        for _ in range(100):
+            stream = take_side_stream(device)
+            stream.is_idle = False  # type: ignore[misc]
+            streams.add(stream)
+        assert len(streams) == 32
+    finally:
+        _gpu._side_streams.cache_clear()
 
 
 async def test_a_gpu_for_payloads_that_is_not_there_keeps_a_receiver_from_opening(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from . import _payload, _stock_payload
 from ._buffer import ManagedBuffer
 from ._errors import ConnectorClosed
@@ -159,7 +157,7 @@ class StockArrival:
 
     def keep(self) -> Lease:
         """Have it where it arrived instead of a copy. Release `Lease.buffer` when it is not needed any more."""
-        header = _payload.plan(torch.empty(self.size, dtype=torch.uint8)).header if self.is_raw else None
+        header = _payload.plan_bytes(self.size).header if self.is_raw else None
         return Lease(self.buffer, header, PayloadTypes(()))  # the stock form restores no struct types
 
     def give_back(self) -> None:

@@ -10,8 +10,9 @@ from types import TracebackType
 from typing import TypeVar
 
 import torch
+import trio
 
-from ._errors import InternalError, LeaseError
+from ._errors import InternalError, LeaseError, NoRoom
 from ._pool import Pool
 from ._protocol.extents import Extent
 
@@ -217,9 +218,13 @@ class ManagedBuffer:
         """
         self._require_claim()
         self._refuse_living_tensors("cannot be given away")
+        await trio.lowlevel.checkpoint_if_cancelled()
         claim = self._end()
         try:
-            moved = await self._pool.transfer(self._extent, share)
+            try:
+                moved = self._pool.transfer_nowait(self._extent, share)
+            except NoRoom:
+                moved = await self._pool.transfer(self._extent, share)
             try:
                 taken = take(moved)
             except BaseException:
@@ -229,6 +234,7 @@ class ManagedBuffer:
             self._claim = claim
             raise
         self._give_away(claim)
+        await trio.lowlevel.cancel_shielded_checkpoint()  # last: what was made of it may be on its way already
         return taken
 
     def __enter__(self) -> ManagedBuffer:

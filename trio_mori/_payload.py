@@ -7,7 +7,7 @@ they mean is in a *header* (see `trio_mori._payload_format`), which travels in t
 from __future__ import annotations
 
 from ._payload_glance import glance, is_raw
-from ._payload_plan import Plan, plan
+from ._payload_plan import Plan, plan, plan_bytes
 from ._payload_restore import Restored, restore
 
-__all__ = ["Plan", "Restored", "glance", "is_raw", "plan", "restore"]
+__all__ = ["Plan", "Restored", "glance", "is_raw", "plan", "plan_bytes", "restore"]

@@ -88,14 +88,14 @@ class Leaf:
         offset: Where they go, from the start of the extent.
         nbytes: How many.
         source: What they are read from.
-        stream: Of a tensor on a GPU, the stream on which its contents become complete.
+        on_gpu: It is a tensor on a GPU.
     """
 
     tag: int
     offset: int
     nbytes: int
     source: Any
-    stream: torch.cuda.Stream | None = None
+    on_gpu: bool = False
 
 
 def memmove(target: int, source: int | bytes, nbytes: int) -> None:
@@ -120,7 +120,7 @@ def copy_leaves(leaves: Sequence[Leaf], target: torch.Tensor) -> None:
 def copy_plain_leaves(leaves: Sequence[Leaf], address: int) -> bool:
     """Copy every leaf to host memory. False, and nothing is copied, if one is more than a run of bytes there."""
     for leaf in leaves:
-        if leaf.tag == TENSOR and not (leaf.stream is None and is_plain(leaf.source)):
+        if leaf.tag == TENSOR and (leaf.on_gpu or not is_plain(leaf.source)):
             return False
     for leaf in leaves:
         if leaf.tag == TENSOR:

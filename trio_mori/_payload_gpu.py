@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import attrs
 import torch
 
-from ._gpu import copy_bytes, mark, side_stream, working_on
+from ._gpu import Mark, SideStream, current_stream, mark, side_stream, take_side_stream, working_on
 from ._payload_copy import Leaf, check_memory, copy_to_host, is_plain, same_bits
 
 
@@ -25,21 +25,18 @@ class Streams:
 
     def __init__(self) -> None:
         self.ready: list[torch.cuda.Event] = []
-        self._of: dict[torch.device, torch.cuda.Stream] = {}
+        self._noted: set[torch.device] = set()
 
-    def of(self, device: torch.device) -> torch.cuda.Stream:
-        """That of a device."""
-        stream = self._of.get(device)
-        if stream is None:
-            stream = self._of[device] = torch.cuda.current_stream(device)
+    def note(self, device: torch.device) -> None:
+        """There is a tensor on this device."""
+        if device not in self._noted:
+            self._noted.add(device)
+            stream = current_stream(device)
             if not stream.query():
                 self.ready.append(mark(stream))
-        return stream
 
 
-def begin_copies(
-    leaves: Sequence[Leaf], target: torch.Tensor, ready: Sequence[torch.cuda.Event]
-) -> list[torch.cuda.Event]:
+def begin_copies(leaves: Sequence[Leaf], target: torch.Tensor, ready: Sequence[torch.cuda.Event]) -> list[Mark]:
     """Queue the copy of every leaf to its place in `target`, a 1-D uint8 tensor; one of the two sides is on a GPU.
 
     Args:
@@ -53,39 +50,39 @@ def begin_copies(
     """
     groups: dict[torch.device, list[Leaf]] = {}
     for leaf in leaves:
-        groups.setdefault(target.device if leaf.stream is None else leaf.source.device, []).append(leaf)
+        groups.setdefault(leaf.source.device if leaf.on_gpu else target.device, []).append(leaf)
     moments = []
     for device, group in groups.items():
         if device.type == "cpu":
             for leaf in group:
                 copy_to_host(leaf, target.data_ptr(), target)
             continue
-        stream = side_stream(device)
+        side = take_side_stream(device)
         for moment in ready:
-            stream.wait_event(moment)
-        group = [leaf for leaf in group if not _queue_bytes(leaf, target, stream)]
+            side.stream.wait_event(moment)
+        group = [leaf for leaf in group if not _queue_bytes(leaf, target, side)]
         if group:
             with ExitStack() as stack:
                 if device != target.device and not target.is_cpu:
                     # Between two GPUs torch makes the current stream of either wait for the other's.
                     stack.enter_context(working_on(side_stream(target.device)))
-                stack.enter_context(working_on(stream))
+                stack.enter_context(working_on(side.stream))
                 for leaf in group:
                     _queue(leaf, target)
-        moments.append(mark(stream))
+        moments.append(side.mark())
     return moments
 
 
-def _queue_bytes(leaf: Leaf, target: torch.Tensor, stream: torch.cuda.Stream) -> bool:
+def _queue_bytes(leaf: Leaf, target: torch.Tensor, side: SideStream) -> bool:
     """Queue a copy that is one run of bytes, within a GPU. False: it is more than that."""
     source = leaf.source
-    if leaf.stream is None or source.device != target.device or not is_plain(source):
+    if not leaf.on_gpu or source.device != target.device or not is_plain(source):
         return False
-    return copy_bytes(target.data_ptr() + leaf.offset, check_memory(leaf), leaf.nbytes, stream)
+    return side.copy(target.data_ptr() + leaf.offset, check_memory(leaf), leaf.nbytes)
 
 
 def _queue(leaf: Leaf, target: torch.Tensor) -> None:
-    if leaf.stream is not None:
+    if leaf.on_gpu:
         check_memory(leaf)
         source, place = same_bits(leaf, target)
         place.copy_(source, non_blocking=True)

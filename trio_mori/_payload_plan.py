@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from ._errors import RemoteProtocolError, UnsupportedPayload
+from ._gpu import Mark
 from ._payload_copy import Leaf, copy_leaves, copy_plain_leaves
 from ._payload_format import (
     BYTEARRAY,
@@ -83,7 +84,7 @@ class Plan:
             self.copy_into(torch.frombuffer(copy, dtype=torch.uint8))
         return attrs.evolve(self, leaves=[Leaf(BYTEARRAY, 0, self.size, copy)])
 
-    def begin_copy(self, target: torch.Tensor) -> list[torch.cuda.Event]:
+    def begin_copy(self, target: torch.Tensor) -> list[Mark]:
         """As `copy_into` where a GPU has a part in it, but return at once: the contents are there when all these
         moments have come. Until then the plan must be kept, with what it is of.
         """
@@ -92,7 +93,7 @@ class Plan:
     @property
     def hosted(self) -> int:
         """Bytes that come from host memory."""
-        return sum(leaf.nbytes for leaf in self._leaves if leaf.stream is None)
+        return sum(leaf.nbytes for leaf in self._leaves if not leaf.on_gpu)
 
 
 def plan(data: object) -> Plan:
@@ -107,6 +108,12 @@ def plan(data: object) -> Plan:
         return _plan_tensor(data) if isinstance(data, torch.Tensor) else _plan_other(data)
     except Refused as refusal:
         raise refusal.unsupported() from None
+
+
+def plan_bytes(size: int) -> Plan:
+    """That of a tensor of so many bytes that lies in the pool already."""
+    header = _tensor_header("uint8", torch.Size((size,)))
+    return Plan(size, header, header, True, False, (), [])
 
 
 def _plan_tensor(tensor: torch.Tensor) -> Plan:

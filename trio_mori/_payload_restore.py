@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from ._errors import RemoteProtocolError, TrioMoriError
-from ._gpu import mark_current
+from ._gpu import current_stream, mark
 from ._payload_copy import fill, host_view, new_tensor, read_bytes
 from ._payload_foreign import array_address, image_nbytes, itemsize_of, new_array, new_image, new_scalar
 from ._payload_format import (
@@ -93,7 +93,7 @@ def restore(
     value = restorer.build(opened, opened.skeleton, 0)
     if copy and not source.is_cpu:
         # The copies were only queued, and whoever called may free the source now.
-        mark_current(source.device).synchronize()
+        mark(current_stream(source.device)).synchronize()
     return Restored(value, tuple(sorted(restorer.unknown)))
 
 

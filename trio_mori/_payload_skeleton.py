@@ -241,10 +241,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def tensor_leaf(tensor: torch.Tensor, offset: int, nbytes: int, streams: Streams | None) -> Leaf:
-    stream = streams.of(tensor.device) if streams is not None and tensor.is_cuda else None
+    on_gpu = tensor.is_cuda
+    if on_gpu and streams is not None:
+        streams.note(tensor.device)
     # A tensor object of its own: the caller's may be given another shape or storage while `put` waits for room.
     # Not `detach`, which gives the interpreter away for its 0.3 us, and may have it back 5 ms later.
-    return Leaf(TENSOR, offset, nbytes, tensor.data, stream)
+    return Leaf(TENSOR, offset, nbytes, tensor.data, on_gpu)
 
 
 def _text(value: str) -> str:

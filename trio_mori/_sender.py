@@ -15,7 +15,7 @@ from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import ConnectorClosed, NoRoom, TransferFailed
 from ._events import EXPIRED, PEER_LOST
-from ._gpu import mark, wait_over
+from ._gpu import current_stream, mark, wait_over
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
 from ._protocol.entries import Course, Entry, Fetch, Session, StockCaller, Ticket
@@ -28,7 +28,7 @@ from ._staging import Reservation, plan_payload
 from ._statistics import Receipt
 from ._stock_reception import StockPeer
 from ._traffic import Traffic
-from .abc import Engine, EnginePeer, Write
+from .abc import Engine, EnginePeer, Posted, Write
 
 logger = logging.getLogger("trio_mori.sender")
 
@@ -91,7 +91,7 @@ class Sender:
             self._check_open(key)
             size = data.size
             if self._pool.on_gpu:  # for what the caller has queued to be written there
-                stream = torch.cuda.current_stream(self._pool.region.tensor.device)
+                stream = current_stream(self._pool.region.tensor.device)
                 if not stream.query():
                     await wait_over(mark(stream))
             return await data.detach(OUTBOUND, lambda extent: self._publish_buffer(key, extent, size))
@@ -103,7 +103,8 @@ class Sender:
             reservation = self._stage(key, await self._pool.reserve(plan.size, OUTBOUND), plan)
         try:
             if reservation.by_gpu:
-                await reservation.fill_soon()
+                if not reservation.fill_nowait():
+                    await reservation.fill_soon()
             elif plan.size <= INLINE_COPY:
                 reservation.fill()
             else:
@@ -155,8 +156,7 @@ class Sender:
 
     def _publish_buffer(self, key: str, extent: Extent, size: int) -> Receipt:
         self._check_open(key)  # while the memory is not ours yet: it stays with the caller
-        plan = _payload.plan(torch.empty(size, dtype=torch.uint8))  # for its header; the memory is never touched
-        return self.publish(self.book.stage(key, extent), plan)
+        return self.publish(self.book.stage(key, extent), _payload.plan_bytes(size))
 
     def publish(self, entry: Entry, plan: _payload.Plan) -> Receipt:
         """Let receivers have what was staged and copied."""
@@ -237,20 +237,21 @@ class Sender:
             return
         write = Write(ticket.source, ticket.destination, ticket.size)
         try:
-            if not ticket.size or self._engine.write_nowait(handle.peer, write):
-                self._ended(ticket, now, None)
-                return
+            begun = not ticket.size or self._engine.write_nowait(handle.peer, write)
         except TransferFailed as error:
             self._ended(ticket, now, error)
             return
+        if begun is True:
+            self._ended(ticket, now, None)
+            return
         self.book.watch(ticket, now)
-        self._nursery.start_soon(self._write, handle.peer, write, ticket)
+        self._nursery.start_soon(self._write, handle.peer, write, ticket, begun or None)
 
-    async def _write(self, peer: EnginePeer, write: Write, ticket: Ticket) -> None:
+    async def _write(self, peer: EnginePeer, write: Write, ticket: Ticket, posted: Posted | None) -> None:
         failure = None
         with trio.CancelScope(shield=True):  # a posted write cannot be taken back: it ends, or it is abandoned
             try:
-                await self._engine.write(peer, write)
+                await (self._engine.write(peer, write) if posted is None else posted.wait())
             except TransferFailed as error:
                 failure = error
         self._ended(ticket, trio.current_time(), failure)

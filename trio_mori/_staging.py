@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -9,7 +10,7 @@ import trio
 from . import _payload
 from ._buffer import ManagedBuffer
 from ._errors import InternalError
-from ._gpu import wait_over
+from ._gpu import Moment, is_over_soon, wait_over
 from ._payload import Plan
 from ._pool import INLINE_COPY
 
@@ -54,6 +55,7 @@ class Reservation:
         self._plan = plan
         self._pool = pool
         self._open = True
+        self._moments: Sequence[Moment] | None = None  # when the copy that was begun is over
 
     def fill(self) -> None:
         """Copy the payload in. Afterwards its source may be overwritten. Once, in any thread.
@@ -74,6 +76,19 @@ class Reservation:
         """Whether a GPU has a part in the copy."""
         return self._plan.on_gpu or self._pool.on_gpu
 
+    def fill_nowait(self) -> bool:
+        """As `fill`, where GPUs do all of it and it is over before others would have had a turn.
+
+        Returns:
+            False: call `fill_soon`, whatever of it was done here.
+        """
+        plan, pool = self._plan, self._pool
+        if plan.ready or not pool.on_gpu or plan.hosted:
+            return False
+        self._open = False
+        self._moments = plan.begin_copy(pool.tensor(self._entry.extent, plan.size))
+        return all(map(is_over_soon, self._moments))
+
     async def fill_soon(self) -> None:
         """As `fill`, in the connector's own thread and without holding it up, where a GPU has a part in the copy.
 
@@ -87,15 +102,16 @@ class Reservation:
         plan, pool = self._plan, self._pool
         for ready in plan.ready:
             await wait_over(ready)
-        target = pool.tensor(self._entry.extent, plan.size)
-        # What host memory has a part in holds up the thread that asks for it.
-        hosted = plan.hosted if pool.on_gpu else plan.size
         with trio.CancelScope(shield=True):
-            if hosted <= INLINE_COPY:
-                moments = plan.begin_copy(target)
-            else:
-                moments = await trio.to_thread.run_sync(plan.begin_copy, target)
-            for done in moments:
+            if self._moments is None:
+                target = pool.tensor(self._entry.extent, plan.size)
+                # What host memory has a part in holds up the thread that asks for it.
+                hosted = plan.hosted if pool.on_gpu else plan.size
+                if hosted <= INLINE_COPY:
+                    self._moments = plan.begin_copy(target)
+                else:
+                    self._moments = await trio.to_thread.run_sync(plan.begin_copy, target)
+            for done in self._moments:
                 await wait_over(done)
 
     def publish(self) -> Receipt:

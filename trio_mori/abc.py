@@ -24,6 +24,7 @@ __all__ = [
     "Landing",
     "Link",
     "LinkEvent",
+    "Posted",
     "Refused",
     "Region",
     "Write",
@@ -92,6 +93,14 @@ class EnginePeer(ABC):
         """Bytes of the peer's region; no write reaches past it."""
 
 
+class Posted(ABC):
+    """A write that was posted and has not ended. Obtained from `Engine.write_nowait`."""
+
+    @abstractmethod
+    async def wait(self) -> None:
+        """Return, or raise, when it has ended, as `Engine.write` does once it has posted. Called once."""
+
+
 class Landing(ABC):
     """Host memory that mirrors a pool on a GPU, by offset; what peers write there is taken from there."""
 
@@ -158,11 +167,13 @@ class Engine(ABC):
     def drop_peer(self, peer: EnginePeer) -> None:
         """Forget a peer and what was mapped for it, at once or when its last write ends. Idempotent."""
 
-    def write_nowait(self, peer: EnginePeer, write: Write) -> bool:
-        """Do the whole write here and now if that takes no longer than a message does (about 1 MB by memcpy).
+    def write_nowait(self, peer: EnginePeer, write: Write) -> bool | Posted:
+        """Do the whole write here and now if that takes no longer than a message does (about 1 MB by memcpy), or, where
+        others do it, post it.
 
         Returns:
-            True when the bytes have arrived; False when nothing was done and `write` has to be used.
+            True when the bytes have arrived; False when nothing was done and `write` has to be used; if it was posted
+            and has not ended, how to wait for that, which whoever called has to do.
 
         Raises:
             TransferFailed: as `write`.

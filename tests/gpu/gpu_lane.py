@@ -46,7 +46,7 @@ def streams_of(peer: EnginePeer, engine: Engine) -> Iterator[torch.cuda.Stream]:
         peer.tracks.append(Track(engine._library.open_lane(engine.region.tensor.device)))
     for track in peer.tracks:
         assert isinstance(track.lane, _TorchLane)
-        yield track.lane._stream
+        yield track.lane._side.stream
 
 
 def hold(engine: Engine, peer: EnginePeer) -> None:

@@ -8,7 +8,8 @@ import attrs
 import torch
 
 from .._errors import EngineUnavailable
-from .._gpu import Moment, copy_bytes, mark, side_stream, working_on
+from .._gpu import Moment, SideStream, side_stream, working_on
+from ..abc import Write
 
 
 @attrs.frozen
@@ -45,8 +46,8 @@ class Share:
 class Lane(Protocol):
     """A stream of copies, one after the other, beside all other work of the process."""
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
-        """Queue a copy of bytes, which has ended when the moment has come.
+    def copy(self, target: torch.Tensor, source: torch.Tensor, write: Write) -> Moment:
+        """Queue a copy of bytes from one pool to another, which has ended when the moment has come.
 
         Raises:
             RuntimeError: the GPU has failed.
@@ -165,17 +166,20 @@ class TorchLibrary:
 
 class _TorchLane:
     def __init__(self, device: torch.device) -> None:
-        self._stream = side_stream(device)
+        self._side = SideStream(device)
         self._there: torch.cuda.Stream | None = None
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
-        if copy_bytes(target.data_ptr(), source.data_ptr(), source.numel(), self._stream):
-            return mark(self._stream)
-        with working_on(self._stream):
+    def copy(self, target: torch.Tensor, source: torch.Tensor, write: Write) -> Moment:
+        side, size = self._side, write.size
+        if side.copy(target.data_ptr() + write.destination, source.data_ptr() + write.source, size):
+            return side.mark()
+        target = target[write.destination : write.destination + size]
+        source = source[write.source : write.source + size]
+        with working_on(side.stream):
             if target.device == source.device:
                 target.copy_(source, non_blocking=True)
             else:  # of one process: torch makes the current stream of the other side wait, too
                 self._there = self._there or side_stream(target.device)
                 with working_on(self._there), torch.cuda.device(source.device):
                     target.copy_(source, non_blocking=True)
-            return mark(self._stream)
+            return side.mark()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .._errors import DescriptorRefused, TransferFailed
-from ..abc import Descriptor, Engine, EnginePeer, Region, Write
+from ..abc import Descriptor, Engine, EnginePeer, Posted, Region, Write
 
 
 class SeveralEngines(Engine):
@@ -49,7 +49,7 @@ class SeveralEngines(Engine):
         if member is not None:
             member.drop_peer(peer)
 
-    def write_nowait(self, peer: EnginePeer, write: Write) -> bool:
+    def write_nowait(self, peer: EnginePeer, write: Write) -> bool | Posted:
         return self._member(peer).write_nowait(peer, write)
 
     async def write(self, peer: EnginePeer, write: Write) -> None:

@@ -11,7 +11,7 @@ import trio
 from trio.testing import assert_checkpoints, wait_all_tasks_blocked
 
 from .._errors import DescriptorRefused, TransferFailed
-from ..abc import Descriptor, Engine, EnginePeer, Write
+from ..abc import Descriptor, Engine, EnginePeer, Posted, Write
 from ._engine_bench import (
     LARGE,
     SIZES,
@@ -201,17 +201,52 @@ async def check_a_stuck_peer_delays_no_other(bench: EngineBench) -> None:
 
 
 async def check_write_nowait(bench: EngineBench) -> None:
-    """True: the bytes are there; False: nothing was done, and `write` does it."""
+    """True: the bytes are there; False: nothing was done, and `write` does it; else they are there after a wait."""
     async with bench.open(LARGE) as writer, bench.open(LARGE) as owner:
         peer = writer.add_peer(owner.descriptor)
         fill(writer, 0, LARGE)
         for size in (*SIZES[:-1], LARGE):
             blank(owner)
-            if not writer.write_nowait(peer, Write(0, 0, size)):
+            begun = writer.write_nowait(peer, Write(0, 0, size))
+            if isinstance(begun, Posted):
+                await begun.wait()
+            elif not begun:
                 expect(untouched(owner, 0, LARGE), "write_nowait returned False and moved bytes")
                 await writer.write(peer, Write(0, 0, size))
             expect(same(writer, 0, owner, 0, size), f"a write of {size} bytes is not there")
             expect(untouched(owner, size, LARGE), "write_nowait touched what stands behind")
+
+
+async def check_a_posted_write_ends_as_any(bench: EngineBench) -> None:
+    """What `write_nowait` posted goes on when the wait for it is cancelled and its peer dropped; closing waits."""
+    if bench.hold is None or bench.release is None:
+        return
+    async with bench.open(LARGE) as owner, trio.open_nursery() as nursery:
+        async with bench.open(LARGE) as writer:
+            peer = writer.add_peer(owner.descriptor)
+            fill(writer, 0, LARGE)
+            blank(owner)
+            await writer.write(peer, Write(0, 0, 1))
+            bench.hold(writer, peer)
+            posted = writer.write_nowait(peer, Write(0, 0, SMALL))
+            if not isinstance(posted, Posted):
+                bench.release(writer)
+                return
+            ended = trio.Event()
+
+            async def wait() -> None:
+                with trio.CancelScope() as scope:
+                    scope.cancel()
+                    await posted.wait()
+                expect(same(writer, 0, owner, 0, SMALL), "the wait for a posted write returned without its bytes")
+                ended.set()
+
+            nursery.start_soon(wait)
+            await wait_all_tasks_blocked()
+            expect(not ended.is_set(), "a cancelled wait for a posted write returned, its bytes under way")
+            writer.drop_peer(peer)
+            bench.release(writer)
+            await ended.wait()
 
 
 async def check_drop_peer(bench: EngineBench) -> None:
@@ -352,6 +387,7 @@ ENGINE_CHECKS: Sequence[Check] = (
     check_concurrent_writes,
     check_a_stuck_peer_delays_no_other,
     check_write_nowait,
+    check_a_posted_write_ends_as_any,
     check_drop_peer,
     check_wait_fenced,
     check_closing_fences,

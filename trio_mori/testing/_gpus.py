@@ -13,6 +13,7 @@ from .._engines._cuda_library import Gpu, Lane, Share
 from .._engines._syscalls import memfd_create
 from .._errors import EngineUnavailable
 from .._gpu import Moment
+from ..abc import Write
 
 # As torch's handles begin: their version, and that they name an allocation.
 _PREFIX = b"\2c"
@@ -133,5 +134,6 @@ class _FakeLane:
     def __init__(self, gpus: FakeGpus) -> None:
         self._gpus = gpus
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Moment:
-        return self._gpus.begin(target, source)
+    def copy(self, target: torch.Tensor, source: torch.Tensor, write: Write) -> Moment:
+        ends = write.destination + write.size, write.source + write.size
+        return self._gpus.begin(target[write.destination : ends[0]], source[write.source : ends[1]])
