@@ -50,6 +50,32 @@ async def test_the_name_is_free_when_the_listener_is_closed() -> None:
             assert await next_event(dialler) == Connected()
 
 
+async def test_what_is_taken_without_waiting_does_not_come_again_and_the_rest_does() -> None:
+    name = new_name()
+    async with open_unix_listener(name) as listener, open_unix_dialler(name) as dialler:
+        assert await next_event(dialler) == Connected()
+        dialler.send([b"hello"])
+        (greeting,) = await listener.receive()
+        assert isinstance(greeting, Arrived)
+        events: list[LinkEvent] = []
+
+        async def receive() -> None:
+            while not events:
+                events.extend(await dialler.receive())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(receive)
+            await trio.testing.wait_all_tasks_blocked()
+            assert dialler.receive_nowait() == []
+            listener.send([b"one"], greeting.route)  # the first of a link leaves at once
+            assert [each.frames for each in dialler.receive_nowait()] == [[b"one"]]
+            assert dialler.receive_nowait() == []
+            await trio.testing.wait_all_tasks_blocked()
+            assert events == []
+            listener.send([b"two"], greeting.route)
+        assert [each.frames for each in events if isinstance(each, Arrived)] == [[b"two"]]
+
+
 async def test_a_listener_hears_of_the_end_of_a_dialler_at_once() -> None:
     name = new_name()
     async with open_unix_listener(name) as listener:

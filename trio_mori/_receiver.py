@@ -26,7 +26,7 @@ from ._errors import (
     TransferFailed,
     TrioMoriError,
 )
-from ._gpu import mark, wait_over, working_on
+from ._gpu import current_stream, mark, wait_over, working_on
 from ._keys import Keys
 from ._lease import Lease
 from ._payload import Restored, glance
@@ -183,7 +183,7 @@ class Receiver:
 
     def _callers_stream(self) -> torch.cuda.Stream | None:
         """The stream on which a caller of now will use what it gets; None for host memory."""
-        return torch.cuda.current_stream(self._pool.region.tensor.device) if self._pool.on_gpu else None
+        return current_stream(self._pool.region.tensor.device) if self._pool.on_gpu else None
 
     async def _collect(self, arrival: Arrival | StockArrival, stream: torch.cuda.Stream | None) -> object:
         try:
@@ -321,10 +321,12 @@ class Receiver:
         Other tasks have their turns all the while. One that waits does this for all.
         """
         deadline = trio.current_time() + self.config.busy_poll_us / 1e6
+        upstream = self._upstream_of(interest.channel)
         self._spinning = True
         try:
             while not interest.settled and trio.current_time() < deadline:
                 await trio.lowlevel.checkpoint()
+                upstream.look()  # its own task would be woken, and then this one: two turns
         finally:
             self._spinning = False
 

@@ -15,10 +15,10 @@ from contextlib import asynccontextmanager
 import trio
 
 from ._errors import PeerLost
-from ._link import QueuedLink
+from ._link import MAX_BATCH, QueuedLink
 from ._scope import open_service
 from ._unix_transport import Dialled, Listening, UnixTransport, is_own_user
-from .abc import Connected, Disconnected
+from .abc import Arrived, Connected, Disconnected
 
 # As for the ZMQ link: what a message may have at most.
 MAX_FRAMES = 8
@@ -32,6 +32,8 @@ _BACKLOG = 128
 
 
 class _UnixLink(QueuedLink):
+    _transport: UnixTransport | None
+
     def attach(self, transport: UnixTransport) -> None:
         """Begin."""
         self._transport = transport
@@ -55,6 +57,13 @@ class UnixDialler(_UnixLink):
     @property
     def address(self) -> str:
         return f"unix:@{self._name}"
+
+    def receive_nowait(self) -> list[Arrived]:
+        """What has arrived, before `receive`, which waits all the while, is woken for it; nothing of it comes twice."""
+        transport = self._transport
+        if transport is None or not transport.look():
+            return []
+        return self._read(transport, MAX_BATCH)
 
     def lose(self, route: bytes) -> None:
         """The connection is over."""

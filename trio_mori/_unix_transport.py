@@ -108,6 +108,11 @@ class UnixTransport(Transport):
         self.readable = True
         return True
 
+    def look(self) -> bool:
+        """As `settle`, before the descriptor has told anybody: there may well be nothing."""
+        self._looked = True
+        return self.settle()
+
     def _receive(self, record: _Connection) -> None:
         """Take one packet, or see that the connection is over."""
         try:

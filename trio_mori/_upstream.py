@@ -30,7 +30,7 @@ from ._protocol import wire
 from ._protocol.inbox import Inbox
 from ._protocol.interests import Channel, Interest
 from ._stock import StockSender
-from ._unix import LOCAL_PREFIX, open_unix_dialler
+from ._unix import LOCAL_PREFIX, UnixDialler, open_unix_dialler
 from ._zmq import open_dialler
 from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Landing, Link, Refused
 
@@ -111,7 +111,7 @@ class Upstream:
         self._remote: Link | None = None  # while it is connected
         self.last_refusal: TrioMoriError | None = None
         self._barred = ""  # why not, if the keys are why
-        self._local: Link | None = None
+        self._local: UnixDialler | None = None
         self._tried: set[str] = set()
         self._composing = False
         self._last_heard = inf
@@ -182,6 +182,15 @@ class Upstream:
                 elif isinstance(event, Disconnected):
                     return
             self._around.flush()
+
+    def look(self) -> None:
+        """Take what has arrived on the link for one host here and now, for a task that waits for it awake."""
+        if self._local is not None:
+            arrived = self._local.receive_nowait()
+            for event in arrived:
+                self._on_arrival(event)
+            if arrived:
+                self._around.flush()
 
     @property
     def _link(self) -> Link | None:
