@@ -252,10 +252,15 @@ def new_tensor(dtype: torch.dtype, shape: Sequence[int], nbytes: int) -> torch.T
     name, numpy = _IN_NUMPY.get(dtype), sys.modules.get("numpy")
     if numpy is not None and name is not None and nbytes and len(shape) <= _NUMPY_DIMS and _suits_torch(numpy):
         return torch.from_numpy(numpy.empty(shape, name))
+    return allocate(dtype, shape, "cpu")
+
+
+def allocate(dtype: torch.dtype, shape: Sequence[int], device: torch.device | str) -> torch.Tensor:
+    """A tensor on a device, not initialised."""
     if dtype is torch.complex32:
         # torch warns of allocating one, and a receiver may take warnings for errors.
-        return torch.empty(shape, dtype=torch.int32, device="cpu").view(dtype)
-    return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(shape, dtype=torch.int32, device=device).view(dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @lru_cache

@@ -5,6 +5,7 @@ The chunks of an edge have the same few headers, and to decode and check one tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -42,7 +43,12 @@ class Recipe:
     def made_of(self, address: int) -> object:
         """The payload, of its own memory, given where at least `size` bytes lie in host memory."""
         root = self._root
-        return root.made_of(address) if type(root) is _Tensor else _made(root, address)
+        return root.made_of(address) if type(root) is Part else _made(root, address)
+
+    def made_by(self, make: Callable[[Part], torch.Tensor]) -> object:
+        """The payload, of tensors that are made elsewhere."""
+        root = self._root
+        return make(root) if type(root) is Part else _made(root, make)
 
 
 @attrs.frozen
@@ -99,13 +105,21 @@ class _Unusual(Exception):
 
 
 @attrs.frozen
-class _Tensor:
+class Part:
+    """A tensor of a recipe.
+
+    Attributes:
+        offset: Where its bytes are, from the start of the payload.
+        nbytes: How many.
+    """
+
     dtype: torch.dtype
     shape: list[int]
     offset: int
     nbytes: int
 
     def made_of(self, address: int) -> torch.Tensor:
+        """It, of its own memory, given where the payload begins in host memory."""
         result = new_tensor(self.dtype, self.shape, self.nbytes)
         if self.nbytes:
             fill(result.data_ptr(), address + self.offset, self.nbytes)
@@ -158,7 +172,7 @@ class _Cook:
             return tuple(self.prepare(part, depth + 1) for part in parts)
         raise _Unusual
 
-    def _tensor(self, parts: list[Any]) -> _Tensor:
+    def _tensor(self, parts: list[Any]) -> Part:
         if list(map(type, parts)) != [str, list, int] or set(map(type, parts[1])) - {int}:
             raise _Unusual
         name, shape, offset = parts
@@ -169,19 +183,19 @@ class _Cook:
         if nbytes:
             self.end = max(self.end, offset + nbytes)
             self.total += nbytes
-        return _Tensor(dtype, shape, offset, nbytes)
+        return Part(dtype, shape, offset, nbytes)
 
 
-def _made(prepared: Any, address: int) -> Any:
+def _made(prepared: Any, by: int | Callable[[Part], torch.Tensor]) -> Any:
     kind = type(prepared)
-    if kind is _Tensor:
-        return prepared.made_of(address)
+    if kind is Part:
+        return prepared.made_of(by) if isinstance(by, int) else by(prepared)
     if kind is dict:
-        return {key: _made(value, address) for key, value in prepared.items()}
+        return {key: _made(value, by) for key, value in prepared.items()}
     if kind is _Plain:
         return prepared.values.copy()
     if kind is list:
-        return [_made(part, address) for part in prepared]
+        return [_made(part, by) for part in prepared]
     if kind is tuple:
-        return tuple([_made(part, address) for part in prepared])
+        return tuple([_made(part, by) for part in prepared])
     return prepared

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 import attrs
 import torch
 
-from ._gpu import Mark, SideStream, current_stream, mark, side_stream, take_side_stream, working_on
-from ._payload_copy import Leaf, check_memory, copy_to_host, is_plain, same_bits
+from ._gpu import Mark, SideStream, current_stream, is_over_soon, mark, side_stream, take_side_stream, working_on
+from ._payload_copy import Leaf, allocate, check_memory, copy_to_host, is_plain, same_bits
+from ._payload_glance import Part, Recipe
 
 
 class Streams:
@@ -36,6 +37,53 @@ class Streams:
                 self.ready.append(mark(stream))
 
 
+def queue_copies(leaves: Sequence[Leaf], address: int, device: torch.device) -> Mark | None:
+    """Queue the copy of every leaf to its place from an address on, in memory of a GPU on which all of them are.
+
+    Returns:
+        When it is over, until which neither side may be let go of. None, and nothing was queued: it takes more than
+        copies of runs of bytes, or the leaves lie elsewhere.
+
+    Raises:
+        UnsupportedPayload: a source lost its memory, or changed its length, after it was planned.
+    """
+    for leaf in leaves:
+        if not (leaf.on_gpu and leaf.source.device == device and is_plain(leaf.source)):
+            return None
+    starts = [check_memory(leaf) for leaf in leaves]  # all of them before anything moves
+    side = take_side_stream(device)
+    for leaf, start in zip(leaves, starts, strict=True):
+        if not side.copy(address + leaf.offset, start, leaf.nbytes):
+            return None
+    return side.mark()
+
+
+def make_on_gpu(recipe: Recipe, address: int, device: torch.device) -> object | None:
+    """A payload of its own memory, on the GPU where its bytes lie at an address; complete. In any thread.
+
+    Tensors are the current stream's, as those that torch makes there. None: it has to be made in another way.
+    """
+    parts: list[tuple[Part, int]] = []
+
+    def make(part: Part) -> torch.Tensor:
+        result = allocate(part.dtype, part.shape, device)
+        if part.nbytes:
+            parts.append((part, result.data_ptr()))
+        return result
+
+    value = recipe.made_by(make)
+    side, stream = take_side_stream(device), current_stream(device)
+    if not stream.query():
+        side.stream.wait_stream(stream)  # which may use that memory until then for what had it before
+    for part, place in parts:
+        if not side.copy(place, address + part.offset, part.nbytes):
+            return None
+    done = side.mark()
+    if not is_over_soon(done):
+        done.synchronize()
+    return value
+
+
 def begin_copies(leaves: Sequence[Leaf], target: torch.Tensor, ready: Sequence[torch.cuda.Event]) -> list[Mark]:
     """Queue the copy of every leaf to its place in `target`, a 1-D uint8 tensor; one of the two sides is on a GPU.
 
@@ -51,26 +99,35 @@ def begin_copies(leaves: Sequence[Leaf], target: torch.Tensor, ready: Sequence[t
     groups: dict[torch.device, list[Leaf]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.source.device if leaf.on_gpu else target.device, []).append(leaf)
-    moments = []
-    for device, group in groups.items():
-        if device.type == "cpu":
-            for leaf in group:
-                copy_to_host(leaf, target.data_ptr(), target)
-            continue
-        side = take_side_stream(device)
-        for moment in ready:
-            side.stream.wait_event(moment)
-        group = [leaf for leaf in group if not _queue_bytes(leaf, target, side)]
-        if group:
-            with ExitStack() as stack:
-                if device != target.device and not target.is_cpu:
-                    # Between two GPUs torch makes the current stream of either wait for the other's.
-                    stack.enter_context(working_on(side_stream(target.device)))
-                stack.enter_context(working_on(side.stream))
+    begun: list[SideStream] = []
+    try:
+        for device, group in groups.items():
+            if device.type == "cpu":
                 for leaf in group:
-                    _queue(leaf, target)
-        moments.append(side.mark())
-    return moments
+                    copy_to_host(leaf, target.data_ptr(), target)
+            else:
+                begun.append(take_side_stream(device))
+                _begin_group(group, target, ready, begun[-1])
+    except BaseException:
+        for side in begun:  # whoever is told gives the memory back at once
+            side.stream.synchronize()
+        raise
+    return [side.mark() for side in begun]
+
+
+def _begin_group(group: list[Leaf], target: torch.Tensor, ready: Sequence[torch.cuda.Event], side: SideStream) -> None:
+    """Queue what one GPU copies."""
+    for moment in ready:
+        side.stream.wait_event(moment)
+    group = [leaf for leaf in group if not _queue_bytes(leaf, target, side)]
+    if group:
+        with ExitStack() as stack:
+            if side.stream.device != target.device and not target.is_cpu:
+                # Between two GPUs torch makes the current stream of either wait for the other's.
+                stack.enter_context(working_on(side_stream(target.device)))
+            stack.enter_context(working_on(side.stream))
+            for leaf in group:
+                _queue(leaf, target)
 
 
 def _queue_bytes(leaf: Leaf, target: torch.Tensor, side: SideStream) -> bool:

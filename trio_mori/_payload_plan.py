@@ -23,7 +23,7 @@ from ._payload_format import (
     encode_header,
     encode_spilled,
 )
-from ._payload_gpu import Streams, begin_copies
+from ._payload_gpu import Streams, begin_copies, queue_copies
 from ._payload_scan import bound_items
 from ._payload_skeleton import Planner, dtype_name, tensor_leaf
 
@@ -89,6 +89,12 @@ class Plan:
         moments have come. Until then the plan must be kept, with what it is of.
         """
         return begin_copies(self._leaves, target, self.ready)
+
+    def queue_copy(self, address: int, device: torch.device) -> Mark | None:
+        """As `begin_copy`, to an address on a GPU, if that is all that it takes: all of it lies there as it is. Else
+        None, and nothing was done.
+        """
+        return queue_copies(self._leaves, address, device)
 
     @property
     def hosted(self) -> int:

@@ -75,6 +75,7 @@ class Pool:
     Attributes:
         region: The memory. It belongs to an engine. Nothing is in it once the pool has let it go.
         on_gpu: Whether it is a GPU's.
+        place: Which one it is, or the host.
         extents: The allocator; the pool takes its `on_free` over.
         on_room: Called when room became free and the waiters have taken theirs, for a book with a queue of its own;
             may allocate, must not free.
@@ -93,6 +94,8 @@ class Pool:
         self._moves: dict[_Move, None] = {}
         self._closed = False
         self._base = 0 if region.buffer is None else region.tensor.data_ptr()
+        self._gpu_base = region.tensor.data_ptr() if self.on_gpu else 0
+        self.place = region.tensor.device
         extents.on_free = self._serve
 
     def reserve_nowait(self, size: int, share: str) -> Extent:
@@ -167,6 +170,11 @@ class Pool:
         """Where they lie in host memory (0.3 us); 0 if they do not."""
         _check_inside(extent, size)
         return self._base and self._base + extent.offset
+
+    def gpu_address(self, extent: Extent, size: int) -> int:
+        """Where they lie in a GPU's memory, for a pool that is `on_gpu`."""
+        _check_inside(extent, size)
+        return self._gpu_base + extent.offset
 
     def buffer(self, extent: Extent, size: int) -> memoryview:
         """The same bytes as a writable memoryview (0.1 us). For regions in host memory only."""

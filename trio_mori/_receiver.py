@@ -30,6 +30,7 @@ from ._gpu import current_stream, mark, wait_over, working_on
 from ._keys import Keys
 from ._lease import Lease
 from ._payload import Restored, glance
+from ._payload_gpu import make_on_gpu
 from ._payload_types import PayloadTypes
 from ._pool import INLINE_COPY, Pool
 from ._protocol import interests as book
@@ -183,7 +184,7 @@ class Receiver:
 
     def _callers_stream(self) -> torch.cuda.Stream | None:
         """The stream on which a caller of now will use what it gets; None for host memory."""
-        return current_stream(self._pool.region.tensor.device) if self._pool.on_gpu else None
+        return current_stream(self._pool.place) if self._pool.on_gpu else None
 
     async def _collect(self, arrival: Arrival | StockArrival, stream: torch.cuda.Stream | None) -> object:
         try:
@@ -209,7 +210,10 @@ class Receiver:
 
     def is_quick(self, interest: Interest) -> bool:
         """Whether a GPU makes the copy out of the pool, in as short a time as may be waited for in place."""
-        return interest.size <= INLINE_GPU and self._landing(interest) is None and glance(interest.header).is_raw
+        if interest.size > INLINE_GPU or self._device not in (None, self._pool.place):
+            return False
+        # What has no recipe may hold bytes, which go to the host.
+        return self._landing(interest) is None and glance(interest.header).recipe is not None
 
     def is_staged(self, interest: Interest) -> bool:
         """Whether it is in host memory still, though the pool is on a GPU."""
@@ -236,6 +240,10 @@ class Receiver:
         recipe, address = glance(header).recipe, pool.address(extent, size)
         if recipe is not None and address and recipe.size <= size and self._device is None:
             return Restored(recipe.made_of(address), ())
+        if recipe is not None and pool.on_gpu and recipe.size <= size and self._device in (None, pool.place):
+            made = make_on_gpu(recipe, pool.gpu_address(extent, size), pool.place)
+            if made is not None:
+                return Restored(made, ())
         return self.payload_types.restore(header, pool.tensor(extent, size), device=self._device)
 
     def finish(self, interest: Interest) -> None:
@@ -588,7 +596,7 @@ class Ask:
 
 
 def _restore_on(stream: torch.cuda.Stream | None, arrival: Arrival | StockArrival) -> object:
-    if stream is None:
+    if stream is None or stream is current_stream(stream.device):  # to enter it takes 50 us after a pause
         return arrival.restore()
     with working_on(stream):
         return arrival.restore()

@@ -91,7 +91,7 @@ class Sender:
             self._check_open(key)
             size = data.size
             if self._pool.on_gpu:  # for what the caller has queued to be written there
-                stream = current_stream(self._pool.region.tensor.device)
+                stream = current_stream(self._pool.place)
                 if not stream.query():
                     await wait_over(mark(stream))
             return await data.detach(OUTBOUND, lambda extent: self._publish_buffer(key, extent, size))

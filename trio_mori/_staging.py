@@ -83,11 +83,16 @@ class Reservation:
             False: call `fill_soon`, whatever of it was done here.
         """
         plan, pool = self._plan, self._pool
-        if plan.ready or not pool.on_gpu or plan.hosted:
+        if plan.ready or not pool.on_gpu:
             return False
         self._open = False
-        self._moments = plan.begin_copy(pool.tensor(self._entry.extent, plan.size))
-        return all(map(is_over_soon, self._moments))
+        if not plan.size:
+            return True
+        done = plan.queue_copy(pool.gpu_address(self._entry.extent, plan.size), pool.place)
+        if done is None:
+            return False
+        self._moments = [done]
+        return is_over_soon(done)
 
     async def fill_soon(self) -> None:
         """As `fill`, in the connector's own thread and without holding it up, where a GPU has a part in the copy.

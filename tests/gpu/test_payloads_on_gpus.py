@@ -9,9 +9,10 @@ import pytest
 import torch
 import trio
 from gpu_lane import PLACES, needs_gpu
-from rig import assert_free, port_of
+from rig import assert_free, port_of, wait_until
 
-from trio_mori import Connector, LeaseError, open_connector
+from trio_mori import Connector, LeaseError, NotReady, UnsupportedPayload, open_connector
+from trio_mori._staging import plan_payload
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -113,6 +114,46 @@ async def test_the_source_may_be_overwritten_and_the_result_read_on_any_stream(
             spoiling.synchronize()
         torch.cuda.synchronize(theirs)
         assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("devices", PLACES)
+async def test_memory_that_is_still_read_is_not_what_a_get_returns_too_early(devices: tuple[str, str]) -> None:
+    theirs = devices[1]
+    result = torch.empty(MB, dtype=torch.uint8, device=theirs)
+    stream = torch.cuda.Stream(theirs)
+    async with open_two(devices) as (sender, receiver):
+        for number in range(5):
+            await sender.put("0", "1", str(number), torch.full((MB,), 255, dtype=torch.uint8, device=devices[0]))
+            with pytest.raises(NotReady):
+                receiver.get_nowait("0", "1", str(number))
+            await wait_until(lambda: "arrived" in receiver.statistics().held)
+            with torch.cuda.stream(stream):
+                before = torch.full((MB,), number, dtype=torch.uint8, device=theirs)
+                torch.cuda._sleep(BUSY // 20)
+                result.copy_(before)
+                del before  # the next tensor of its size on this stream has its memory
+                got = receiver.get_nowait("0", "1", str(number))
+            assert isinstance(got, torch.Tensor)
+            stream.synchronize()
+            assert result.unique().tolist() == [number]
+            assert got.unique().tolist() == [255]
+            del got
+
+
+@pytest.mark.parametrize("devices", PLACES)
+async def test_a_source_that_lost_its_memory_is_named_and_nothing_of_it_goes_on(devices: tuple[str, str]) -> None:
+    ours = devices[0]
+    for other in (torch.ones(3, device=ours), torch.ones(3)):
+        async with open_two(devices) as (sender, receiver):
+            payload = {"large": torch.ones(64 * MB, dtype=torch.uint8, device=ours), "lost": other}
+            plan = plan_payload(payload)
+            other.untyped_storage().resize_(0)
+            with pytest.raises(UnsupportedPayload):
+                await sender.put("0", "1", "k", plan)
+            await sender.put("0", "1", "k", torch.full((64 * MB,), 3, dtype=torch.uint8, device=ours))
+            got = await receiver.get("0", "1", "k")
+            assert isinstance(got, torch.Tensor)
+            assert got.unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("devices", PLACES)
