@@ -126,7 +126,7 @@ async def test_memory_that_is_still_read_is_not_what_a_get_returns_too_early(dev
             await sender.put("0", "1", str(number), torch.full((MB,), 255, dtype=torch.uint8, device=devices[0]))
             with pytest.raises(NotReady):
                 receiver.get_nowait("0", "1", str(number))
-            await wait_until(lambda: "arrived" in receiver.statistics().held)
+            await wait_until(lambda: receiver.statistics().held.get("arrived"))
             with torch.cuda.stream(stream):
                 before = torch.full((MB,), number, dtype=torch.uint8, device=theirs)
                 torch.cuda._sleep(BUSY // 20)
