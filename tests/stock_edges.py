@@ -69,9 +69,9 @@ class Receiving:
 
 
 @asynccontextmanager
-async def open_receiving(**config: object) -> AsyncIterator[Receiving]:
+async def open_receiving(*, within: float = LIMIT, **config: object) -> AsyncIterator[Receiving]:
     fabric = MemoryFabric()
-    with trio.fail_after(LIMIT):
+    with trio.fail_after(within):
         async with open_stock_server(fabric) as server, fabric.open(pool_size=POOL) as engine:
             async with open_connector(receiver_config(server.port, **config), engine=engine) as receiver:
                 yield Receiving(fabric, server, receiver, engine)
