@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class Stopwatch:
-    """Counts from now on, but not while a thread of this process could have gone on and had no processor."""
+    """Counts from now on, but not for as long as this process's most delayed thread was ready and had no processor."""
 
     def __init__(self) -> None:
         self._delays = _delays()
@@ -20,8 +20,8 @@ class Stopwatch:
     def seconds(self) -> float:
         """So far."""
         passed = time.monotonic() - self._began
-        delayed = sum(delay - self._delays.get(thread, 0.0) for thread, delay in _delays().items())
-        return passed - delayed - (_stolen() - self._stolen)
+        delayed = [delay - self._delays.get(thread, 0.0) for thread, delay in _delays().items()]
+        return passed - max(delayed, default=0.0) - (_stolen() - self._stolen)
 
 
 def _delays() -> dict[str, float]:
@@ -34,6 +34,6 @@ def _delays() -> dict[str, float]:
 
 
 def _stolen() -> float:
-    """For how long the processors were given to other virtual machines by the host."""
+    """For how long a processor was given to other virtual machines by the host, on average."""
     with open("/proc/stat") as file:
-        return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+        return int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK") / os.sysconf("SC_NPROCESSORS_ONLN")
