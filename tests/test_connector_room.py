@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import trio
@@ -9,6 +11,7 @@ import trio.testing
 from rig import POOL, UNIT, assert_free, begin, fill_receiver, filled, open_pair, wait_until
 
 from trio_mori import TooBig, TransferFailed
+from trio_mori._staging import Reservation
 
 pytestmark = pytest.mark.deterministic
 
@@ -24,6 +27,46 @@ async def test_a_put_waits_for_room_and_goes_on_when_there_is_some() -> None:
         assert torch.equal(await pair.get("a"), filled(POOL - UNIT))
         await outcome.wait()
         assert torch.equal(await pair.get("b"), filled(2 * UNIT, 2))
+        await pair.assert_whole()
+
+
+async def test_a_put_that_is_cancelled_as_it_is_given_room_publishes_nothing() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        await pair.put("a", filled(POOL - UNIT))
+        outcome = begin(nursery, pair.put, "b", filled(2 * UNIT, 2))
+        await wait_until(lambda: pair.sender.statistics().pool.waiting == 1)
+        pair.sender.cleanup_nowait("a", "0", "1")
+        outcome.scope.cancel()
+        await outcome.over.wait()
+        assert outcome.value is None
+        assert not pair.sender.statistics().held.get("published")
+        await pair.assert_whole()
+
+
+async def test_a_put_that_is_cancelled_while_a_thread_copies_publishes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies, may_end = threading.Event(), threading.Event()
+    fill = Reservation.fill
+
+    def slowly(reservation: Reservation) -> None:
+        copies.set()
+        assert may_end.wait(10)
+        fill(reservation)
+
+    monkeypatch.setattr(Reservation, "fill", slowly)
+    monkeypatch.setattr("trio_mori._sender.INLINE_COPY", 0)
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        waiting = begin(nursery, pair.get, "k")
+        outcome = begin(nursery, pair.put, "k", filled(UNIT))
+        await trio.to_thread.run_sync(copies.wait)
+        outcome.scope.cancel()
+        may_end.set()
+        await outcome.over.wait()
+        assert outcome.value is None
+        assert not pair.sender.statistics().held.get("published")
+        waiting.scope.cancel()
+        await waiting.over.wait()
         await pair.assert_whole()
 
 

@@ -109,6 +109,8 @@ class Sender:
                 reservation.fill()
             else:
                 await trio.to_thread.run_sync(reservation.fill)
+            # A cancellation that came too late to end the wait for room, or the copy, is in time to have nothing put.
+            await trio.lowlevel.checkpoint_if_cancelled()
         except BaseException:
             reservation.release()
             raise
