@@ -224,6 +224,67 @@ async def test_a_life_that_was_cut_before_it_began_in_the_loop_puts_nothing(wire
     assert events == [Ended(flow)]
 
 
+async def test_a_life_that_is_cut_as_a_chunk_of_it_could_not_be_built_tells_the_next_stage_nothing(
+    wire: MemoryWire,
+) -> None:
+    flow, events = Outflow("id", "r"), list[Event]()
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, events.append)
+        sending.begin(flow)
+        await trio.testing.wait_all_tasks_blocked()
+        sending.send(flow, Built(None, False, "no codes"))
+        sending.cut(flow, None)
+    assert events == [Ended(flow)]
+    assert not wire.chunks
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["comes", "does not come"])
+async def test_a_life_that_is_cut_while_its_failure_waits_for_room_leaves_nothing(
+    wire: MemoryWire, clock: trio.testing.MockClock, room: bool
+) -> None:
+    flow, events = Outflow("id", "r"), list[Event]()
+    wire.room = 0
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, events.append)
+        sending.begin(flow)
+        sending.send(flow, Built(None, False, "no codes"))
+        await wire.wait_refused()
+        sending.cut(flow, None)
+        if room:
+            wire.room = None
+            wire.change()
+    assert [event.flow for event in events if isinstance(event, Ended)] == [flow]
+    assert not wire.chunks
+    assert not wire.lost
+
+
+async def test_an_abort_after_a_failure_was_told_takes_that_back(wire: MemoryWire) -> None:
+    flow, events = Outflow("id", "r"), list[Event]()
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, events.append)
+        sending.begin(flow)
+        sending.send(flow, Built(None, False, "no codes"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert events == [Ended(flow, "no codes")]
+        (told,) = wire.sent("r")
+        assert failure_of(told) == "no codes"
+        sending.cut(flow, None)
+        assert not wire.chunks
+
+
+async def test_a_life_that_is_cut_before_it_began_in_the_loop_leaves_the_one_before_alone(wire: MemoryWire) -> None:
+    first = Outflow("id", "r")
+    second = Outflow("id", "r", first)
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, lambda event: None)
+        sending.begin(first)
+        sending.send(first, Built("old", False))
+        await trio.testing.wait_all_tasks_blocked()
+        sending.cut(second, None)
+        assert wire.sent("r") == ["old"]
+        sending.cut(first, None)
+
+
 async def test_a_cut_with_a_failure_tells_the_next_stage_after_what_was_sent(wire: MemoryWire) -> None:
     flow = Outflow("id", "r")
     async with open_courier(wire) as courier:

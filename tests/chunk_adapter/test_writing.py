@@ -144,6 +144,14 @@ def test_a_request_that_cannot_be_sent_is_told_once_and_its_later_chunks_are_dro
     assert desk.writing.take_failures() == {}
     assert not desk.writing.records
     assert len(desk.flows) == 1
+    assert desk.loop.cuts == {desk.flows[0]: "TooBig: it"}, "what the next stage was told would be taken back"
+
+
+def test_an_abort_of_a_request_that_failed_takes_back_what_the_next_stage_was_told(desk: Desk) -> None:
+    desk.offer()
+    desk.end(desk.flows[0], "TooBig: it")
+    desk.writing.forget("r")
+    assert desk.loop.cuts == {desk.flows[0]: None}
 
 
 def test_the_failure_of_a_request_of_which_nothing_was_sent_is_told(desk: Desk) -> None:

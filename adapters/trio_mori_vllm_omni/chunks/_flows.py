@@ -111,7 +111,8 @@ class Loop(Protocol):
     def cut(self, flow: Outflow, failure: str | None) -> None:
         """Send no more of it: with a failure, tell the next stage; without, drop also what that has not fetched.
 
-        One that has failed is over already, and only what the input processors know of it is cleared.
+        One that has failed is over already: with a failure, what it was told as stays; without, that is dropped, too.
+        Either way what the input processors know of it is cleared.
         """
 
     def flush(self) -> None:

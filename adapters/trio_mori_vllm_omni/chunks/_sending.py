@@ -47,6 +47,7 @@ class _Stream:
         sent: Chunks that were put.
         is_idle: Its task waits for the next one.
         is_cut: Nothing more of it is to be sent, but `failure` if there is one.
+        telling: Around the put of that.
     """
 
     flow: Outflow
@@ -59,6 +60,12 @@ class _Stream:
     is_idle: bool = False
     is_cut: bool = False
     failure: str | None = None
+    telling: trio.CancelScope = attrs.field(factory=lambda: trio.CancelScope(shield=True))
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether nobody is to have anything of it."""
+        return self.is_cut and self.failure is None
 
     @property
     def takes_more(self) -> bool:
@@ -119,11 +126,15 @@ class Sending:
     def cut(self, flow: Outflow, failure: str | None) -> None:
         """End a stream, unless it has ended. Without a failure, what was put of it is gone when this returns."""
         stream = self._streams.get(flow)
-        if stream is None:
-            return
-        stream.is_cut, stream.failure = True, failure
-        stream.scope.cancel()
-        if failure is None and stream.has_begun:
+        if stream is not None:
+            stream.is_cut, stream.failure = True, failure
+            stream.scope.cancel()
+            if failure is None:
+                stream.telling.cancel()
+            has_turn = stream.has_begun
+        else:  # it is over, and may have been told as failed; or it is yet to begin, maybe after the one before
+            has_turn = not any(each.external_id == flow.external_id for each in self._streams)
+        if failure is None and has_turn:
             self._wire.clean(flow.external_id)
 
     async def _run(self, stream: _Stream, before: trio.Event | None) -> None:
@@ -138,12 +149,13 @@ class Sending:
                 with stream.scope:
                     await self._send_all_but_for_a_cut(stream)
             except Exception as error:  # noqa: BLE001 - told in the scheduler's thread, and to the next stage
-                failure = str(error) if isinstance(error, CannotBuild) else f"{type(error).__name__}: {error}"
-                stream.failure = failure
-                logger.error("request %s cannot be sent on: %s", external_id, failure)
+                if not stream.is_dropped:
+                    failure = str(error) if isinstance(error, CannotBuild) else f"{type(error).__name__}: {error}"
+                    stream.failure = failure
+                    logger.error("request %s cannot be sent on: %s", external_id, failure)
             if stream.failure is not None:
                 await self._send_failure(stream, stream.failure)
-            elif stream.is_cut:
+            if stream.is_dropped:
                 self._wire.clean(external_id)
         finally:
             del self._streams[stream.flow]
@@ -201,12 +213,14 @@ class Sending:
         stream.sent += 1
 
     async def _send_failure(self, stream: _Stream, reason: str) -> None:
-        """Tell the next stage, shielded: if there is no room for a reason, that nothing comes."""
+        """Tell the next stage, shielded from all but a cut: if there is no room for a reason, that nothing comes."""
+        stream.telling.deadline = trio.current_time() + TERMINAL_GRACE
         try:
-            with trio.move_on_after(TERMINAL_GRACE, shield=True) as scope:
+            with stream.telling:
                 await self._put(stream, self._wire.planned(failed_terminal(reason)))
-            if not scope.cancelled_caught:
+            if not stream.telling.cancelled_caught:
                 return
         except TrioMoriError as error:
             logger.warning("the next stage is not told why %s failed: %s", stream.flow.external_id, error)
-        self._wire.lose(stream.flow.external_id, stream.sent)
+        if not stream.is_dropped:
+            self._wire.lose(stream.flow.external_id, stream.sent)

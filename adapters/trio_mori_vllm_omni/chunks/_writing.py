@@ -85,7 +85,7 @@ class Writing:
             return verdict
         record.segment = offer.segment
         if verdict is Verdict.FAILED and offer.is_terminal:
-            self.forget(offer.external_id)  # it was told when it failed
+            self.forget(offer.external_id, record.failure)  # of which the next stage was told, or is being told
         if verdict is not Verdict.SEND:
             return verdict
         if record.flow is None:
