@@ -16,6 +16,7 @@ from rig import LIMIT, wait_until
 from trio_mori import NotReady, open_connector
 from trio_mori import _zmq_flood as flood
 from trio_mori._keys import Keys
+from trio_mori._log_limit import LogLimit
 from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
 from trio_mori._zmq_flood import Sluice, open_sluice
 from trio_mori._zmq_socket import Happened, ZmqTransport, new_key_pair, open_socket
@@ -214,6 +215,30 @@ async def test_a_sender_whose_message_has_no_end_is_cut_off_and_dialled_again(
     assert f"127.0.0.1:{port}" in record.getMessage()
 
 
+async def test_a_sender_that_is_cut_off_each_time_fills_no_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trio_mori._log_limit.BURST", 2)
+    monkeypatch.setattr("trio_mori._zmq.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(flood, "SLACK", 0)
+
+    async def serve(stream: trio.SocketStream) -> None:
+        await shake_hands(stream, READY_SENDER)
+        await send_without_end(stream, EMPTY_PART * 32768, trio.Event())
+
+    cut_off: list[int] = []
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery:
+            [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, serve, [listener])
+            port = listener.socket.getsockname()[1]
+            async with open_dialler("127.0.0.1", port, on_cut_off=lambda: cut_off.append(port), max_bytes=MIB) as link:
+                while len(cut_off) < 4:
+                    await link.receive()
+            nursery.cancel_scope.cancel()
+    assert len([each for each in caplog.records if getattr(each, "event", "") == "peer_cut_off"]) == 2
+
+
 async def test_a_sender_that_was_cut_off_is_counted() -> None:
     with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
@@ -344,7 +369,7 @@ class Bench:
 def open_bench() -> Iterator[Bench]:
     with open_socket(zmq.ROUTER, MIB) as unused:
         transport = Reader(unused)
-        with open_sluice(transport, limit=4 * MIB, address="here") as sluice:
+        with open_sluice(transport, limit=4 * MIB, address="here", log_limit=LogLimit()) as sluice:
             bench = Bench(sluice, transport)
             with bench.near, bench.far:
                 yield bench
@@ -439,15 +464,32 @@ def take_descriptors(stack: ExitStack) -> None:
 
 @deterministic
 async def test_a_flood_is_cut_off_though_no_descriptor_is_left() -> None:
+    with open_bench() as bench, no_descriptors():
+        for _ in range(3):
+            bench.come(2 * MIB)
+        assert bench.is_cut()
+
+
+@deterministic
+async def test_a_connection_with_itself_is_known_though_no_descriptor_is_left() -> None:
+    with open_bench() as bench, socket.socket() as connection:
+        connection.bind(("127.0.0.1", 0))
+        connection.connect(connection.getsockname())
+        with no_descriptors():
+            assert bench.sluice.is_alone(connection.fileno())
+            assert not bench.sluice.is_alone(bench.far.fileno())
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """The process has none left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open_bench() as bench, ExitStack() as stack:
+    with ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
         with pytest.raises(OSError, match="Too many open files"):
             take_descriptors(stack)
-        for _ in range(3):
-            bench.come(2 * MIB)
-        assert bench.is_cut()
+        yield
 
 
 @deterministic

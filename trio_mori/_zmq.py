@@ -6,8 +6,6 @@ import errno
 import itertools
 import logging
 import os
-import socket as sockets
-import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 
@@ -18,6 +16,7 @@ from ._descriptors import require_descriptors
 from ._errors import BindFailed
 from ._keys import Keys
 from ._link import MAX_BATCH, QueuedLink, Transport
+from ._log_limit import LogLimit
 from ._scope import open_service
 from ._zmq_flood import CONNECTIONS, Sluice, open_sluice
 from ._zmq_guard import HANDSHAKES, MISMATCH, Guard, open_desk
@@ -29,7 +28,6 @@ from ._zmq_socket import (
     Monitor,
     Socket,
     ZmqTransport,
-    copy_of,
     lock,
     open_own_context,
     open_socket,
@@ -115,6 +113,7 @@ class DiallingLink(QueuedLink):
         self._limits = (max_frames, max_bytes)
         self._refusal = ""  # the last one that was told
         self._hang_ups = 0
+        self._log_limit = LogLimit()
 
     @property
     def address(self) -> str:
@@ -147,7 +146,9 @@ class DiallingLink(QueuedLink):
             socket = stack.enter_context(open_socket(zmq.DEALER, max_bytes))
             monitor = stack.enter_context(watch(socket, _CONNECTION_EVENTS))
             transport = ZmqTransport(socket, max_frames=max_frames, max_bytes=max_bytes)
-            sluice = stack.enter_context(open_sluice(transport, limit=max_bytes, address=self.address))
+            sluice = stack.enter_context(
+                open_sluice(transport, limit=max_bytes, address=self.address, log_limit=self._log_limit)
+            )
             socket.setsockopt(zmq.IPV6, ":" in address)
             if self._keys is not None:
                 show_keys(socket, self._keys)
@@ -156,7 +157,7 @@ class DiallingLink(QueuedLink):
             with trio.move_on_after(DIAL_TIMEOUT):
                 outcome = await monitor.wait()
                 if outcome.event == _CONNECTED:
-                    if _was_made_with_itself(outcome.value):
+                    if sluice.is_alone(outcome.value):
                         return False
                     sluice.note(outcome)
                     outcome = await monitor.wait()
@@ -340,7 +341,9 @@ async def open_listener(
         endpoints = await stack.enter_async_context(_bound(socket, monitor, addresses, port))
         guard = None if keys is None else Guard(keys, ",".join(endpoints))
         transport = ZmqTransport(socket, max_frames=max_frames, max_bytes=max_bytes)
-        sluice = stack.enter_context(open_sluice(transport, limit=max_bytes, address=",".join(endpoints)))
+        sluice = stack.enter_context(
+            open_sluice(transport, limit=max_bytes, address=",".join(endpoints), log_limit=LogLimit())
+        )
         link = ListeningLink(endpoints, transport, guard, sluice)
         service = await stack.enter_async_context(open_service())
         await service.start(link.flush_forever)
@@ -352,23 +355,6 @@ async def open_listener(
             yield link
         finally:
             link.close()
-
-
-def _was_made_with_itself(fd: int) -> bool:
-    """Whether a connection has no other end; if so, it frees its port as soon as it is closed.
-
-    As long as nobody listens on a port that the system also gives to whoever connects, an attempt to connect to it may
-    be given that port for its own end, and answers itself. It would last for ever, and the sender whose port that is
-    could not listen.
-    """
-    try:
-        with copy_of(fd) as connection:
-            is_alone = bool(connection.getsockname() == connection.getpeername())
-            if is_alone:  # without this it would hold the port for another minute, to wait for what is on its way
-                connection.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, struct.pack("ii", 1, 0))
-            return is_alone
-    except OSError:  # it is over
-        return False
 
 
 # --- addresses ----------------------------------------------------------------------------------------------

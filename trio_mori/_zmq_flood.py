@@ -89,7 +89,14 @@ class Sluice:
     """
 
     def __init__(
-        self, transport: ZmqTransport, poll: select.epoll, copy: system.socket, *, limit: int, address: str
+        self,
+        transport: ZmqTransport,
+        poll: select.epoll,
+        copy: system.socket,
+        *,
+        limit: int,
+        address: str,
+        log_limit: LogLimit,
     ) -> None:
         self.cut = 0
         self._transport = transport
@@ -100,7 +107,7 @@ class Sluice:
         self._poll = poll
         self._copy = copy
         self._arrived = trio.Event()
-        self._log_limit = LogLimit()
+        self._log_limit = log_limit
 
     def note(self, happened: Happened) -> None:
         """Take what libzmq says about its connections."""
@@ -114,6 +121,22 @@ class Sluice:
                 self._transport.doubted.add(descriptor)
                 self._poll.register(descriptor, _ONCE)
                 self._arrived.set()
+
+    def is_alone(self, descriptor: int) -> bool:
+        """Whether a connection has no other end; if so, it frees its port as soon as it is closed.
+
+        As long as nobody listens on a port that the system also gives to whoever connects, an attempt to connect to it
+        may be given that port for its own end, and answers itself. It would last for ever, and the sender whose port
+        that is could not listen.
+        """
+        try:
+            with self._copied(descriptor) as copy:
+                is_alone = bool(copy.getsockname() == copy.getpeername())
+                if is_alone:  # without this it would hold the port for another minute, to wait for what is on its way
+                    copy.setsockopt(system.SOL_SOCKET, system.SO_LINGER, struct.pack("ii", 1, 0))
+                return is_alone
+        except OSError:  # it is over
+            return False
 
     async def watch_forever(self, wake: Callable[[], None]) -> None:
         """Look at the connections whenever bytes come by them, until cancelled.
@@ -225,17 +248,18 @@ class Sluice:
 
 
 @contextmanager
-def open_sluice(transport: ZmqTransport, *, limit: int, address: str) -> Iterator[Sluice]:
+def open_sluice(transport: ZmqTransport, *, limit: int, address: str, log_limit: LogLimit) -> Iterator[Sluice]:
     """Watch the connections of a socket, as told by `note`.
 
     Args:
         transport: Of the socket.
         limit: Bytes that a message may have.
         address: What the log calls it.
+        log_limit: Of those that are cut off; one for all sockets of an address, however often it is dialled.
     """
     # Copies take the place of this one, so that they can be made when no descriptors are left.
     with select.epoll() as poll, system.socket(system.AF_INET, system.SOCK_STREAM) as copy:
-        yield Sluice(transport, poll, copy, limit=limit, address=address)
+        yield Sluice(transport, poll, copy, limit=limit, address=address, log_limit=log_limit)
 
 
 def _check(copy: system.socket, connection: _Connection) -> None:
