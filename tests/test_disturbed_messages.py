@@ -7,7 +7,8 @@ import torch
 import trio
 from rig import FAST, Outcome, Pair, assert_free, begin, filled, open_pair, port_of, wait_until
 
-from trio_mori import Gone, RemoteProtocolError
+from trio_mori import Gone, NotReady, RemoteProtocolError
+from trio_mori._log_limit import BURST
 from trio_mori._protocol import wire
 from trio_mori._reception import NativePeer
 from trio_mori._upstream import Upstream
@@ -73,6 +74,18 @@ async def test_a_sender_that_understands_no_hello_is_refused_by_name_and_greeted
             await outcome.wait()
         await wait_until(lambda: upstream_of(pair).channel.up and upstream_of(pair).refusal is None)
         await pair.assert_whole()
+
+
+async def test_a_sender_that_refuses_again_and_again_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_pair() as pair:
+        with pytest.raises(NotReady):
+            pair.receiver.get_nowait("0", "1", "k")
+        await settle(pair)
+        upstream = upstream_of(pair)
+        refusal = wire.Mismatch(upstream.channel.token, upstream.channel.generation, ["none"], "for no reason")
+        for _ in range(3 * BURST):
+            upstream._on_arrival(Arrived(wire.encode(refusal)))
+    assert 1 <= caplog.text.count("for no reason") <= BURST
 
 
 async def test_whoever_waited_is_told_why_although_the_sender_is_greeted_well_before_they_look() -> None:

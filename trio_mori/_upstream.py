@@ -307,8 +307,7 @@ class Upstream:
                 self._on_replies(body, now)
         except RemoteProtocolError as error:
             self.malformed += 1
-            if self._log_limit.admits():
-                logger.warning("from %s: %s", self.endpoint.address, error)
+            self._warn("from %s: %s", self.endpoint.address, error)
 
     def _on_version_range(self, body: wire.VersionRange) -> None:
         """The sender could not understand something: it is of another release, or a message did not come whole."""
@@ -341,14 +340,14 @@ class Upstream:
             peer = None if channel.epoch == welcome.epoch else self._recognise(welcome)
         except DescriptorRefused as error:
             # Said hello to again at the next heartbeat. Were it taken as it is, its end could never be proven.
-            logger.warning("the sender %s has to wait: %s", self.endpoint.address, error)
+            self._warn("the sender %s has to wait: %s", self.endpoint.address, error)
             return
         if not around.book.welcome(channel, welcome.epoch):
             around.book.rename(channel, os.urandom(16))
             self._say_hello(channel.generation + 1)
             return
         self._misunderstood = 0
-        if self.way != welcome.chosen:
+        if self.way != welcome.chosen and self._log_limit.admits():
             logger.info("sender %s writes by %s", self.endpoint.address, welcome.chosen)
         self.way = welcome.chosen
         self.landing = landing_of(around.engine, welcome.chosen)
@@ -377,10 +376,16 @@ class Upstream:
         self.dialect.known.set()
 
     def _refuse(self, error: TrioMoriError) -> None:
-        logger.warning("%s", error, extra={"event": SENDER_REFUSED, "peer": self.endpoint.address})
+        self._warn("%s", error, event=SENDER_REFUSED)
         self._around.book.fail_all(self.channel, book.MISMATCH, str(error))
         self.dialect.refusal = self.last_refusal = error
         self.dialect.known.set()
+
+    def _warn(self, text: str, *details: object, event: str | None = None) -> None:
+        """Log what the sender, whoever that is, can have said any number of times."""
+        if self._log_limit.admits():
+            extra = None if event is None else {"event": event, "peer": self.endpoint.address}
+            logger.warning(text, *details, extra=extra)
 
     def _on_barred(self) -> None:
         address = self.endpoint.address
@@ -421,7 +426,7 @@ class Upstream:
                 if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
                     raise
                 # It can write here all the same: what it leaves unanswered stays in quarantine.
-                logger.warning("the sender %s cannot be watched: %s", self.endpoint.address, error)
+                self._warn("the sender %s cannot be watched: %s", self.endpoint.address, error)
         return None
 
     async def _watch(self, epoch: bytes, peer: EnginePeer) -> None:
