@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import stat
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,10 +21,12 @@ from rig import EVERY_ENGINE_CHECK, wait_until
 from trio.testing import wait_all_tasks_blocked
 
 from trio_mori import ConfigError, DescriptorRefused, EngineUnavailable, TransferFailed, open_engine
+from trio_mori._engines import _copies
+from trio_mori._engines._copies import Copies
 from trio_mori._engines._fence import LOOK, Fence
 from trio_mori._engines._shm_owner import Memory, choose_way, decode, describe_self, encode, open_memory
 from trio_mori._engines._syscalls import memfd_create, pidfd_open
-from trio_mori.abc import Descriptor, Write
+from trio_mori.abc import Descriptor, Engine, Write
 from trio_mori.testing import ENGINE_CHECKS, EngineBench
 from trio_mori.testing._engine_bench import Check
 
@@ -48,6 +54,49 @@ async def test_it_keeps_the_contract_with_a_share_directory(check: Check, share_
     options = {"share_directory": str(share_directory)}
     with trio.fail_after(30):
         await check(EngineBench(lambda size: open_engine("shm", pool_size=size, options=options), closing_fences=True))
+
+
+@deterministic
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_ctrl_c_as_it_closes_leaves_no_descriptor_open_and_a_copy_under_way_its_memory(
+    copies: bool, shared: bool, share_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"share_directory": str(share_directory)} if shared else {}
+    wait, move = Copies.wait_none_running, _copies._move
+    began, may_end, moved = threading.Event(), threading.Event(), threading.Event()
+
+    async def press(self: Copies) -> None:
+        signal.raise_signal(signal.SIGINT)
+        await wait(self)
+
+    def move_slowly(*arguments: Any) -> None:
+        began.set()
+        assert may_end.wait(10)
+        move(*arguments)
+        moved.set()
+
+    async def write(engine: Engine) -> None:
+        with pytest.raises(TransferFailed, match="abandoned while it ran"):
+            await engine.write(engine.add_peer(engine.descriptor), Write(0, 2 * POOL, 2 * POOL))
+
+    async def once(*, press_it: bool) -> None:
+        async with trio.open_nursery() as nursery:
+            with pytest.raises(KeyboardInterrupt) if press_it else nullcontext():
+                async with open_engine("shm", pool_size=4 * POOL, options=options) as engine:
+                    if copies and press_it:
+                        nursery.start_soon(write, engine)
+                        await trio.to_thread.run_sync(began.wait)
+
+    trio.run(partial(once, press_it=False))
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(Copies, "wait_none_running", press)
+    monkeypatch.setattr(_copies, "_move", move_slowly)
+    trio.run(partial(once, press_it=True))
+    may_end.set()
+    assert not copies or moved.wait(10)
+    # Python's own of a pool that is kept, and the end of a fence that will never tell stay open.
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * copies
 
 
 @deterministic

@@ -43,6 +43,7 @@ class _State(enum.Enum):
 
 
 @asynccontextmanager
+@trio.lowlevel.enable_ki_protection
 async def open_shm(*, pool_size: int, device: str, options: Mapping[str, object]) -> AsyncIterator[Engine]:
     """Open a shared-memory pool that every process of this user on this machine can write into.
 
@@ -201,14 +202,19 @@ class ShmEngine(Engine):
         if self._state is _State.OPEN:
             self._state = _State.CLOSED
         _siblings.remove(self._owner.nonce)
-        with trio.CancelScope(shield=True):  # bounded, since a copy always ends
-            await self._copies.wait_none_running()
-        for peer in tuple(self._peers.values()):
-            self.drop_peer(peer)
-        if self._unfenced is not None:
-            os.write(self._unfenced, b"\0")  # a forked child may have the pipe too, so that closing it says nothing
-            os.close(self._unfenced)
-        os.close(self._fence)
+        try:
+            with trio.CancelScope(shield=True):  # bounded, since a copy always ends
+                await self._copies.wait_none_running()
+        except KeyboardInterrupt:  # ends any wait of the main task, also a shielded one
+            self.abandon()
+            raise
+        finally:
+            for peer in tuple(self._peers.values()):
+                self.drop_peer(peer)
+            if self._unfenced is not None:
+                os.write(self._unfenced, b"\0")  # a forked child may have the pipe too: that it is closed says nothing
+                os.close(self._unfenced)
+            os.close(self._fence)
         if self._state is _State.CLOSED:
             # Whoever still has the engine does not hold the memory by it: an engine that its connector opened is a
             # part of cycles, which may be collected late.
