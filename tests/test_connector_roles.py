@@ -462,7 +462,7 @@ async def start_sender(nursery: trio.Nursery, port: int = 0) -> tuple[trio.Proce
 async def test_a_sender_process_that_is_killed_is_lost_after_peer_timeout_or_replaced_by_the_next() -> None:
     with trio.fail_after(2 * LIMIT):
         async with trio.open_nursery() as nursery:
-            process, port = await start_sender(nursery)
+            process, port = await start_sender(nursery, free_port())
             times = {"heartbeat_interval": 0.1, "peer_timeout": 1}
             config = receiver_config(port, memory_pool_size=1 << 20, **times)
             async with open_connector(config) as conn:
@@ -484,7 +484,7 @@ async def test_a_sender_process_that_is_killed_is_lost_after_peer_timeout_or_rep
 async def test_a_sender_process_that_is_stopped_is_lost_for_each_get_and_may_go_on() -> None:
     with trio.fail_after(2 * LIMIT):
         async with trio.open_nursery() as nursery:
-            process, port = await start_sender(nursery)
+            process, port = await start_sender(nursery, free_port())
             times = {"heartbeat_interval": 0.1, "peer_timeout": 0.5}
             async with open_connector(receiver_config(port, memory_pool_size=1 << 20, **times)) as conn:
                 assert torch.equal(await conn.get("0", "1", "first"), torch.arange(1000))
