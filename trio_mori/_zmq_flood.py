@@ -257,8 +257,8 @@ def open_sluice(transport: ZmqTransport, *, limit: int, address: str, log_limit:
         address: What the log calls it.
         log_limit: Of those that are cut off; one for all sockets of an address, however often it is dialled.
     """
-    # Copies take the place of this one, so that they can be made when no descriptors are left. Between them it is another
-    # one of the epoll, so that it keeps nobody's connection open.
+    # Copies take the place of this one, so that they can be made when no descriptors are left. Between them it is
+    # another one of the epoll, so that it keeps nobody's connection open.
     with select.epoll() as poll, system.socket(system.AF_INET, system.SOCK_STREAM) as copy:
         os.dup2(poll.fileno(), copy.fileno(), inheritable=False)
         yield Sluice(transport, poll, copy, limit=limit, address=address, log_limit=log_limit)
