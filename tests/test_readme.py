@@ -13,7 +13,8 @@ import attrs
 import pytest
 from ports import free_port
 
-from trio_mori import ConfigError, ConnectorConfig, load_deploy
+import trio_mori
+from trio_mori import ConfigError, Connector, ConnectorConfig, load_deploy
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -45,6 +46,16 @@ def test_the_code_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
 def test_links_lead_to_files_that_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.deterministic
+def test_the_page_of_the_api_has_every_public_name_and_none_that_is_not_there() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", text))))
+    methods = {name for name in vars(Connector) if not name.startswith("_")}
+    assert (set(trio_mori.__all__) | methods) - named == set()
+    errors = set(re.findall(r"`([A-Z]\w+)`", text.partition("## Errors")[2].partition("## Tests")[0]))
+    assert errors <= {*trio_mori.__all__}
 
 
 @pytest.mark.deterministic

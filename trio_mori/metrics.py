@@ -1,4 +1,4 @@
-"""Connectors as Prometheus sees them. Needs the extra: ``pip install 'trio-mori[metrics]'``.
+"""Connectors as Prometheus sees them. Needs prometheus-client, the extra ``metrics``.
 
 ```python
 collector = trio_mori.metrics.ConnectorCollector()
@@ -26,7 +26,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
-        "trio_mori.metrics needs prometheus-client: pip install 'trio-mori[metrics]' (or prometheus-client)"
+        "trio_mori.metrics needs prometheus-client: pip install prometheus-client"
     ) from error
 
 from ._connector import Connector

@@ -36,6 +36,7 @@ class SeamMoved(RuntimeError):
 
 def register() -> None:
     """Let vllm-omni know the connector. Idempotent; imports nothing of vllm-omni."""
+    _log_beside_vllm()
     factory = sys.modules.get(FACTORY)
     if factory is not None:
         enter_names(factory)
@@ -45,6 +46,15 @@ def register() -> None:
         _adapter_choice.install(is_ours)
     else:
         _watch(_adapter_choice.MODULE, lambda _: _adapter_choice.install(is_ours))
+
+
+def _log_beside_vllm() -> None:
+    """Let trio_mori log where vllm does and what vllm does, unless somebody has said where and what."""
+    ours, theirs = logging.getLogger("trio_mori"), logging.getLogger("vllm")
+    if theirs.handlers and not (ours.handlers or ours.level or logging.getLogger().handlers):
+        ours.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
 
 
 def _watch(name: str, then: Callable[[ModuleType], None]) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from trio_mori_vllm_omni._registration import NAME, STOCK_NAME
 
 
@@ -13,6 +14,8 @@ def test_the_names_are_entered_when_the_factory_is_imported_later(tmp_path: Path
     program = f"""
 import sys
 from pathlib import Path
+
+import pytest
 import trio_mori_vllm_omni
 trio_mori_vllm_omni.register()
 trio_mori_vllm_omni.register()
@@ -40,3 +43,26 @@ def test_registering_imports_neither_vllm_nor_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("configured", "shown"),
+    [
+        ("", ["here: of trio_mori"]),
+        ("logging.getLogger('trio_mori').setLevel(logging.WARNING); ", []),
+        ("logging.basicConfig(format='root: %(message)s', level=logging.INFO); ", ["root: of trio_mori"]),
+    ],
+    ids=["nobody has said where", "only warnings", "at the root"],
+)
+def test_what_trio_mori_logs_stands_in_vllm_s_log_unless_somebody_has_said_where(
+    configured: str, shown: list[str]
+) -> None:
+    program = (
+        "import logging, trio_mori_vllm_omni; "
+        "handler = logging.StreamHandler(); handler.setFormatter(logging.Formatter('here: %(message)s')); "
+        "vllm = logging.getLogger('vllm'); vllm.addHandler(handler); vllm.setLevel(logging.INFO); "
+        f"vllm.propagate = False; {configured}trio_mori_vllm_omni.register(); trio_mori_vllm_omni.register(); "
+        "logging.getLogger('trio_mori.vllm_omni').info('of trio_mori')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == shown
