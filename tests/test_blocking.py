@@ -32,6 +32,15 @@ def test_what_was_put_is_got_and_belongs_to_the_caller(pair: Both, size: int) ->
     assert torch.equal(got["states"], filled(size, 3))  # it aliases no pool
 
 
+def test_a_receipt_says_where_its_sender_is(pair: Both) -> None:
+    receipt = pair.sender.put("0", "1", "k", b"x")
+    pair.pair.receiver._source = None
+    assert pair.receiver.get("0", "1", "k", receipt, timeout=SOON) == b"x"
+    with pair.receiver.lease("0", "1", "l", pair.sender.put("0", "1", "l", b"y"), timeout=SOON) as lease:
+        assert lease.buffer.to_bytes() == b"y"
+    pair.pair.receiver.update_sender_info("127.0.0.1", receipt.endpoint.port)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_nowait_twins_do_not_wait(pair: Both, size: int) -> None:
     with pytest.raises(NotReady):

@@ -153,6 +153,28 @@ async def test_metadata_of_a_payload_with_a_long_description_is_known_too() -> N
         assert await pair.get("a") == data
 
 
+async def test_get_finds_its_sender_by_the_receipt_itself_whatever_was_put() -> None:
+    async with open_pair(receiver={"sender_host": None, "sender_zmq_port": None}) as pair:
+        for data in (b"raw", {"codes": [1, 2]}, {"without a stock form": 1 << 70}):
+            receipt = await pair.put("a", data)
+            assert await pair.receiver.get("0", "1", "a", receipt) == data
+        async with pair.receiver.lease("0", "1", "b", await pair.put("b", b"leased")) as lease:
+            assert lease.buffer.to_bytes() == b"leased"
+        receipt = await pair.put("c", b"now")
+        with pytest.raises(NotReady):
+            pair.receiver.get_nowait("0", "1", "c", receipt)
+        await wait_until(lambda: pair.receiver.statistics().held.get("arrived"))
+        assert pair.receiver.get_nowait("0", "1", "c", receipt) == b"now"
+
+
+async def test_a_receipt_is_shown_in_a_few_words() -> None:
+    async with open_pair() as pair:
+        receipt = await pair.put("a", {"codes": list(range(1000))})
+        address = f"tcp://127.0.0.1:{port_of(pair.sender)}"
+        assert repr(receipt) == f"Receipt(size={receipt.size}, is_raw=False, endpoint={address})"
+        await pair.get("a")
+
+
 async def test_get_finds_its_sender_by_metadata_whole_or_partial() -> None:
     async with open_pair(receiver={"sender_host": None, "sender_zmq_port": None}) as pair:
         receipt = await pair.put("a", b"whole")

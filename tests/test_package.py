@@ -135,11 +135,29 @@ def test_the_wheel_is_importable_as_it_is_and_loads_nothing_that_it_does_not_nee
     program = (
         f"import sys; sys.path.insert(0, {str(built.wheel)!r}); import trio_mori, trio_mori.abc;"
         "print(trio_mori.__file__, sorted({'torch', 'zmq', 'mori'} & set(sys.modules)));"
-        "trio_mori.TrioMoriError, trio_mori.ConnectorConfig;"
+        "trio_mori.TrioMoriError, trio_mori.ConnectorConfig; print(trio_mori.__version__);"
         "print(sorted({'torch', 'zmq', 'mori'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stderr == ""
-    assert done.stdout == f"{built.wheel}/trio_mori/__init__.py []\n[]\n"
+    assert done.stdout == f"{built.wheel}/trio_mori/__init__.py []\n{built.metadata['Version']}\n[]\n"
+
+
+def test_a_package_that_was_not_installed_says_so_when_it_is_asked_for_its_version(tmp_path: Path) -> None:
+    (tmp_path / "trio_mori").symlink_to(ROOT / "trio_mori")
+    program = f"import sys; sys.path = [{str(tmp_path)!r}, *sys.path[:3]]; import trio_mori; trio_mori.__version__"
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "AttributeError: trio_mori.__version__ is not known, for the package was not installed" in done.stderr
+
+
+def test_only_public_names_are_shown() -> None:
+    program = "import trio_mori; print([name for name in dir(trio_mori) if not name.startswith('__')])"
+    program += "; print(sorted(trio_mori.__all__)); print('__version__' in dir(trio_mori))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    shown, public, has_version = done.stdout.splitlines()
+    assert shown == public
+    assert has_version == "True"

@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    __version__: str
+
     from ._arrival import Arrival as Arrival
     from ._arrival import StockArrival as StockArrival
     from ._buffer import ManagedBuffer as ManagedBuffer
@@ -112,17 +114,34 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
+_MODULES = frozenset({"abc", "blocking", "metrics", "testing"})
+
 __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
-    module = _HOME_OF.get(name)
-    if module is None:
+    value: object
+    if name == "__version__":
+        value = _installed_version()
+    elif name in _HOME_OF:
+        value = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    else:
         raise AttributeError(f"module 'trio_mori' has no attribute {name!r}")
-    value = getattr(import_module(f".{module}", __name__), name)
     globals()[name] = value
     return value
 
 
+def _installed_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("trio-mori")
+    except PackageNotFoundError as error:
+        raise AttributeError(
+            "trio_mori.__version__ is not known, for the package was not installed; `pip install .` does that"
+        ) from error
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    loaded = {name for name in globals() if name in _MODULES or (name.startswith("__") and name.endswith("__"))}
+    return sorted({*loaded, *__all__, "__version__"})

@@ -155,7 +155,7 @@ class Connector:
     # --- get ----------------------------------------------------------------------------------------------
 
     async def get(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
     ) -> object:
         """The payload that was put under this key on this edge, in memory of its own. Each is delivered once.
 
@@ -164,8 +164,8 @@ class Connector:
         Cancellation: at any time, and then the payload stays with the sender.
 
         Args:
-            metadata: Where the sender is, if not at the configured endpoint: ``source_host`` and ``source_port``,
-                or all that `put` returned.
+            metadata: Where the sender is, if not at the configured endpoint: the `Receipt` of the put, its
+                `Receipt.metadata`, or only ``source_host`` and ``source_port`` of that.
 
         Returns:
             What was put. From a stock sender: a 1-D uint8 `ManagedBuffer` if it is raw, for dtype and shape do not
@@ -191,7 +191,7 @@ class Connector:
             raise
 
     def get_nowait(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
     ) -> object:
         """As `get`, if the payload has arrived. Otherwise it is asked for, and stays asked for until `cleanup`.
 
@@ -204,7 +204,7 @@ class Connector:
         return self._receiver.get_nowait(source, full_key(key, from_stage, to_stage), known)
 
     async def take(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
     ) -> Arrival | StockArrival:
         """As `get`, but the copy is the caller's: for code of other threads, which copies in its own.
 
@@ -218,7 +218,7 @@ class Connector:
             raise
 
     def take_nowait(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
     ) -> Arrival | StockArrival:
         """As `get_nowait`, but the copy is the caller's.
 
@@ -230,7 +230,7 @@ class Connector:
 
     @asynccontextmanager
     async def lease(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
     ) -> AsyncIterator[Lease]:
         """The payload where it arrived, without a copy, for the length of an ``async with`` block.
 
@@ -246,10 +246,16 @@ class Connector:
         async with self._receiver.lease(source, full_key(key, from_stage, to_stage), known) as lease:
             yield lease
 
-    def _find_source(self, key: str, metadata: Mapping[str, object] | None) -> tuple[Endpoint, Mapping[str, object]]:
+    def _find_source(
+        self, key: str, metadata: Mapping[str, object] | Receipt | None
+    ) -> tuple[Endpoint, Mapping[str, object]]:
         if self._closed:
             raise ConnectorClosed(f"get of {key!r} after the connector was closed")
-        known: Mapping[str, object] = {} if metadata is None else metadata
+        known: Mapping[str, object] = {}
+        if isinstance(metadata, Receipt):  # of a native sender, which says the rest itself
+            known = {"source_host": metadata.endpoint.host, "source_port": metadata.endpoint.port}
+        elif metadata is not None:
+            known = metadata
         host, port = known.get("source_host"), known.get("source_port")
         if host is not None or port is not None:
             endpoint = named_endpoint(host, port) if isinstance(host, str) and type(port) is int else None

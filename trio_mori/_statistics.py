@@ -21,12 +21,13 @@ class Receipt:
     Attributes:
         size: Bytes that it takes in the pool.
         is_raw: Whether it is one tensor or bytes; anything else is a structure.
+        endpoint: Where its sender listens.
     """
 
     size: int
     is_raw: bool
-    _header: bytes
-    _endpoint: Endpoint
+    _header: bytes = attrs.field(repr=False)
+    endpoint: Endpoint = attrs.field(repr=lambda endpoint: endpoint.address)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -38,8 +39,8 @@ class Receipt:
             UnsupportedPayload: the vllm-omni dialect cannot carry this structure; native receivers get it.
         """
         return {
-            "source_host": self._endpoint.host,
-            "source_port": self._endpoint.port,
+            "source_host": self.endpoint.host,
+            "source_port": self.endpoint.port,
             "data_size": self.size if self.is_raw else _stock_payload.stock_size(self._header),
             "is_fast_path": self.is_raw,
         }

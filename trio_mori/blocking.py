@@ -164,7 +164,7 @@ class BlockingConnector:
         from_stage: str,
         to_stage: str,
         key: str,
-        metadata: Mapping[str, object] | None = None,
+        metadata: Mapping[str, object] | Receipt | None = None,
         *,
         timeout: float | None = None,
     ) -> object:
@@ -176,20 +176,20 @@ class BlockingConnector:
         )
 
     def get_nowait(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None = None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
     ) -> object:
         """See `Connector.get_nowait`."""
         what = f"get of {key!r}"
         return self._copy(self._portal.call_sync(self._take_nowait, from_stage, to_stage, key, metadata, what=what))
 
     async def _take(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None
     ) -> _Held[Arrival | StockArrival]:
         arrival = await self._connector.take(from_stage, to_stage, key, metadata)
         return _Held(self._portal, arrival, arrival.give_back)
 
     def _take_nowait(
-        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | None
+        self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None
     ) -> _Held[Arrival | StockArrival]:
         arrival = self._connector.take_nowait(from_stage, to_stage, key, metadata)
         return _Held(self._portal, arrival, arrival.give_back)
@@ -205,7 +205,7 @@ class BlockingConnector:
         from_stage: str,
         to_stage: str,
         key: str,
-        metadata: Mapping[str, object] | None = None,
+        metadata: Mapping[str, object] | Receipt | None = None,
         *,
         timeout: float | None = None,
     ) -> AbstractContextManager[Lease]:
