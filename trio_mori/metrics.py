@@ -25,9 +25,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise ImportError(
-        "trio_mori.metrics needs prometheus-client: pip install prometheus-client"
-    ) from error
+    raise ImportError("trio_mori.metrics needs prometheus-client: pip install prometheus-client") from error
 
 from ._connector import Connector
 from ._errors import ConnectorClosed, Misuse
