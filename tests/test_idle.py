@@ -121,7 +121,9 @@ async def measure(seconds: float) -> None:
     await trio.sleep(seconds)
     after = resource.getrusage(resource.RUSAGE_SELF)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(processor, after.ru_nvcsw - before.ru_nvcsw, flush=True)
+    # Who waits for a page that the kernel has taken sleeps, too, and has not been woken for anything before.
+    faults = after.ru_majflt - before.ru_majflt
+    print(processor, after.ru_nvcsw - before.ru_nvcsw - faults, flush=True)
     await be_told()
 
 

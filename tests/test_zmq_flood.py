@@ -37,9 +37,9 @@ ENDLESS = [(EMPTY_PART, 1024 * MIB), (b"\x03" + MIB.to_bytes(8, "big") + bytes(M
 
 
 def memory() -> int:
-    """Bytes that this process has."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of its own that this process has. How much of its libraries is in memory is up to the kernel."""
+    with open("/proc/self/status") as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
 
 
 @asynccontextmanager

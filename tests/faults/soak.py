@@ -37,7 +37,11 @@ SAMPLES = 60
 
 @attrs.frozen
 class Sample:
-    """A process at one moment."""
+    """A process at one moment.
+
+    Attributes:
+        resident: Bytes of its own memory and of pools. How much of its libraries is there is up to the kernel.
+    """
 
     seconds: float
     resident: int
@@ -70,8 +74,9 @@ def size_of(stream: int, number: int) -> int:
 
 
 def _look(seconds: float) -> Sample:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Sample(seconds, pages * os.sysconf("SC_PAGESIZE"), len(os.listdir("/proc/self/fd")))
+    lines = Path("/proc/self/status").read_text().splitlines()
+    resident = 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return Sample(seconds, resident, len(os.listdir("/proc/self/fd")))
 
 
 class _Side:
