@@ -14,8 +14,10 @@ from rig import (
     LIMIT,
     UNIT,
     assert_free,
+    begin,
     filled,
     open_pair,
+    pass_time,
     port_of,
     receiver_config,
     sender_config,
@@ -24,9 +26,10 @@ from rig import (
 )
 from trio.testing import MockClock
 
-from trio_mori import Connector, PeerLost, TransferFailed, _events, open_connector
+from trio_mori import Connector, NotReady, PeerLost, TransferFailed, _events, open_connector
 from trio_mori._protocol.doubts import AWAY, FORMER, OVERDUE, UNCONFIRMED, UNSETTLED, Doubt
 from trio_mori._quarantine import QuarantineWatch
+from trio_mori._zmq import open_listener
 from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic
@@ -231,3 +234,108 @@ async def test_a_receiver_that_is_connected_and_silent_is_told_once(log: Log, cl
 def test_the_documentation_names_every_event() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", OPERATIONS.read_text(encoding="utf-8"), re.MULTILINE))
     assert {value for name, value in vars(_events).items() if name.isupper()} <= named
+
+
+# --- a sender that is not there -------------------------------------------------------------------------------
+
+SLOW = {"heartbeat_interval": 1, "peer_timeout": 10}
+
+
+async def test_a_sender_where_nobody_listens_is_told_once_by_its_address_and_seen_in_health(
+    log: Log, clock: MockClock
+) -> None:
+    port = free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    with trio.fail_after(LIMIT * 10):
+        async with (
+            MemoryFabric().open() as engine,
+            open_connector(receiver_config(port, **SLOW), engine=engine) as receiver,
+            trio.open_nursery() as nursery,
+        ):
+            assert receiver.health()["senders"] == [
+                {"address": address, "standing": "idle", "seconds": 0.0, "waiting": 0}
+            ]
+            begin(nursery, receiver.get, "0", "1", "k")
+            with pytest.raises(NotReady):
+                receiver.get_nowait("0", "1", "other")
+            await pass_time(clock, 2)
+            assert log.of(_events.SENDER_ABSENT) == []
+            await pass_time(clock, 5)
+            record = await log.one(_events.SENDER_ABSENT)
+            assert (record.peer, record.count) == (address, 2)  # type: ignore[attr-defined]
+            assert 3 <= record.seconds < 8  # type: ignore[attr-defined]
+            for word in (address, "2 gets wait", "nobody there has taken a connection", "sender_zmq_port"):
+                assert word in record.getMessage()
+            [known] = receiver.statistics().senders
+            assert (known.address, known.standing, known.waiting) == (address, "dialling", 2)
+            assert known.seconds >= 7
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_sender_that_came_and_went_is_told_of_again_and_one_that_nobody_waits_for_is_not(
+    log: Log, clock: MockClock
+) -> None:
+    port = free_port()
+    fabric = MemoryFabric()
+    with trio.fail_after(LIMIT * 10):
+        async with trio.open_nursery() as nursery:
+            receiver = await start_stage(nursery, fabric, **receiver_config(port, **SLOW))
+            waiting = begin(nursery, receiver.connector.get, "0", "1", "k")
+            await pass_time(clock, 5)
+            await log.one(_events.SENDER_ABSENT)
+            sender = await start_stage(nursery, fabric, **sender_config() | {"zmq_port": port})
+            await sender.connector.put("0", "1", "k", b"x")
+            assert await waiting.wait() == b"x"
+            [known] = receiver.connector.statistics().senders
+            assert (known.standing, known.seconds, known.waiting) == ("connected", 0, 0)
+            await sender.close()
+            await pass_time(clock, 15)
+            assert len(log.of(_events.SENDER_ABSENT)) == 1
+            begin(nursery, receiver.connector.get, "0", "1", "k")
+            await pass_time(clock, 2)
+            await wait_until(lambda: len(log.of(_events.SENDER_ABSENT)) == 2)
+            assert "since it was lost" in log.of(_events.SENDER_ABSENT)[-1].getMessage()
+            await receiver.close()
+
+
+async def test_a_program_that_is_no_sender_is_told_as_such(log: Log, clock: MockClock) -> None:
+    with trio.fail_after(LIMIT * 10):
+        async with (
+            open_listener(["127.0.0.1"], 0) as stranger,
+            MemoryFabric().open() as engine,
+            open_connector(receiver_config(stranger.port, **SLOW), engine=engine) as receiver,
+            trio.open_nursery() as nursery,
+        ):
+            begin(nursery, receiver.get, "0", "1", "k")
+            await stranger.receive()
+            await pass_time(clock, 5)
+            assert "has not answered as a sender does" in (await log.one(_events.SENDER_ABSENT)).getMessage()
+            nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (
+            {"role": "receiver", "sender_host": "10.0.0.3", "sender_zmq_port": 7000},
+            "receiver, gets from tcp://10.0.0.3:7000",
+        ),
+        (
+            {"role": "receiver", "stage_id": 1},
+            "receiver of stage 1, gets from whom update_sender_info or metadata names",
+        ),
+        ({"role": "sender", "zmq_port": 0}, "sender, listens at tcp://127.0.0.1:PORT"),
+        (
+            {"role": "both", "zmq_port": 0, "sender_host": "10.0.0.3", "sender_zmq_port": 7000},
+            "both, listens at tcp://127.0.0.1:PORT, gets from tcp://10.0.0.3:7000",
+        ),
+    ],
+)
+async def test_opening_says_where_a_connector_listens_and_from_whom_it_gets(
+    log: Log, config: dict[str, object], told: str
+) -> None:
+    async with MemoryFabric().open() as engine, open_connector(config, engine=engine) as connector:
+        record = await log.one(_events.OPEN)
+        assert f"connector open: {told.replace('PORT', str(port_of(connector)))}, engine" in record.getMessage()
+        assert bool(record.address) == (config["role"] != "receiver")  # type: ignore[attr-defined]
+        assert bool(record.sender) == ("sender_host" in config)  # type: ignore[attr-defined]

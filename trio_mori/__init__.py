@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ._staging import Reservation as Reservation
     from ._staging import plan_payload as plan_payload
     from ._statistics import ConnectorStatistics as ConnectorStatistics
+    from ._statistics import KnownSender as KnownSender
     from ._statistics import Receipt as Receipt
 
 _HOMES = {
@@ -110,7 +111,7 @@ _HOMES = {
     "_payload": ("Plan",),
     "_quarantine": ("Quarantined",),
     "_staging": ("Reservation", "plan_payload"),
-    "_statistics": ("ConnectorStatistics", "Receipt"),
+    "_statistics": ("ConnectorStatistics", "KnownSender", "Receipt"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

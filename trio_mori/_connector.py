@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import trio
 
+from ._address import Standing
 from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
 from ._config import PAGE, ConnectorConfig, Endpoint, named_endpoint, resolve_host, warn_if_exposed
@@ -36,10 +37,17 @@ from ._reception import NativePeer
 from ._scope import open_service
 from ._sender import Sender
 from ._staging import Reservation
-from ._statistics import ConnectorStatistics, Receipt
+from ._statistics import ConnectorStatistics, KnownSender, Receipt, SenderStanding
 from .abc import Engine
 
 logger = logging.getLogger("trio_mori.connector")
+
+# What a connector has of its stage's address when it opens.
+_LISTENS = {
+    Standing.HELD: "listens at {}",
+    Standing.SHARED: "shares the listener at {} with another instance of its stage",
+    Standing.PASSIVE: "leaves {} to another process of its stage until it puts",
+}
 
 # Pieces in quarantine that `health` names, the oldest; all of them are in `statistics`.
 NAMED = 16
@@ -427,7 +435,15 @@ class Connector:
             peers=(0 if sender is None else sum(s.connected for s in sender.book.sessions.values()))
             + sum(u.established for u in receiver.upstreams.values()),
             quarantine=receiver.quarantine(self._time) + (() if sender is None else sender.quarantine(self._time)),
+            senders=self._senders(),
         )
+
+    def _senders(self) -> tuple[KnownSender, ...]:
+        upstreams, source = self._receiver.upstreams, self._source
+        found = [upstream.tell(self._time) for upstream in upstreams.values()]
+        if source is not None and source not in upstreams:
+            found.append(KnownSender(source.address, SenderStanding.IDLE.value, 0.0, 0))
+        return tuple(found)
 
     def _ways(self) -> dict[str, str]:
         ways = {f"from {u.endpoint.address}": u.way for u in self._receiver.upstreams.values() if u.way}
@@ -451,6 +467,8 @@ class Connector:
         ``quarantine`` says which memory, for how long, for whose sake and why: the oldest pieces, see `Quarantined`.
         ``port`` says who listens on this stage's address: ``held`` (this connector), ``shared`` (another one of this
         process), ``passive`` (another process); on the way ``opening``, ``yielding``, ``closing``. None for a receiver.
+        ``senders`` says where it gets from: each address, and whether that is ``connected``, ``dialling`` (nobody has
+        answered, for so many seconds), ``refused`` or ``idle`` (nothing was asked of it yet). See `KnownSender`.
         """
         now = self.statistics()
         status = "unhealthy" if self._closed else "degraded" if now.quarantine else "healthy"
@@ -474,6 +492,7 @@ class Connector:
             "parked": now.parked,
             "peers": now.peers,
             "port": None if self._port is None else self._port.standing.value,
+            "senders": [attrs.asdict(each) for each in now.senders],
         }
 
     # --- life ---------------------------------------------------------------------------------------------
@@ -596,16 +615,36 @@ async def open_connector(
             )
             nursery.start_soon(connector._guard)
             size = pool.extents.size
-            extra = {"address": endpoint.address, "role": config.role, "stage": config.stage_id, "engine": engine.name}
+            does = _describe(config, endpoint, port)
+            extra = {
+                "address": "" if port is None else endpoint.address,
+                "sender": "" if config.sender_endpoint is None else config.sender_endpoint.address,
+                "role": config.role,
+                "stage": config.stage_id,
+                "engine": engine.name,
+            }
             logger.info(
                 "connector open: %s, engine %s, pool %d bytes",
-                endpoint.address,
+                does,
                 engine.name,
                 size,
                 extra={"event": OPEN, "size": size, **extra},
             )
             yield connector
-        logger.info("connector closed: %s", endpoint.address, extra={"event": CLOSED, **extra})
+        logger.info("connector closed: %s", does, extra={"event": CLOSED, **extra})
+
+
+def _describe(config: ConnectorConfig, endpoint: Endpoint, port: Port | None) -> str:
+    """What a connector does, for the log: a receiver listens nowhere."""
+    source = config.sender_endpoint
+    parts = [config.role if config.stage_id < 0 else f"{config.role} of stage {config.stage_id}"]
+    if port is not None:
+        parts.append(_LISTENS.get(port.standing, "for {}").format(endpoint.address))
+    if source is not None:
+        parts.append(f"gets from {source.address}")
+    elif config.role != "sender":
+        parts.append("gets from whom update_sender_info or metadata names")
+    return ", ".join(parts)
 
 
 def _engine_name(config: ConnectorConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import attrs
@@ -46,6 +47,32 @@ class Receipt:
         }
 
 
+class SenderStanding(Enum):
+    """How a receiver stands with a sender."""
+
+    IDLE = "idle"  # nothing was asked of it yet, so that it is not dialled
+    DIALLING = "dialling"  # it is not there, or has not answered
+    CONNECTED = "connected"
+    REFUSED = "refused"  # it is there, and cannot be used: the log says why, and so does each get
+
+
+@attrs.frozen
+class KnownSender:
+    """A sender that a receiver dials, or would.
+
+    Attributes:
+        address: Where.
+        standing: ``idle``, ``dialling``, ``connected`` or ``refused``.
+        seconds: While it is dialled: for how long. Otherwise 0.
+        waiting: Gets and interests that wait for it.
+    """
+
+    address: str
+    standing: str
+    seconds: float
+    waiting: int
+
+
 @attrs.frozen
 class ConnectorStatistics:
     """A connector at one moment. Sizes in bytes.
@@ -63,6 +90,7 @@ class ConnectorStatistics:
         parked: Gets and interests that wait.
         peers: Established receivers and senders.
         quarantine: What is out of use because somebody may still touch it, the oldest first.
+        senders: Where this connector gets from, and whether anybody is there.
     """
 
     pid: int
@@ -77,3 +105,4 @@ class ConnectorStatistics:
     parked: int
     peers: int
     quarantine: tuple[Quarantined, ...] = ()
+    senders: tuple[KnownSender, ...] = ()

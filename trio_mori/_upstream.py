@@ -21,7 +21,7 @@ from ._errors import (
     RemoteProtocolError,
     TrioMoriError,
 )
-from ._events import PEER_ENDED, PEER_LOST, SENDER_REFUSED
+from ._events import PEER_ENDED, PEER_LOST, SENDER_ABSENT, SENDER_REFUSED
 from ._keys import Keys
 from ._log_limit import LogLimit
 from ._offers import find_offer, landing_of, names_of, offers_of
@@ -29,6 +29,7 @@ from ._protocol import interests as book
 from ._protocol import wire
 from ._protocol.inbox import Inbox
 from ._protocol.interests import Channel, Interest
+from ._statistics import KnownSender, SenderStanding
 from ._stock import StockSender
 from ._unix import LOCAL_PREFIX, UnixDialler, open_unix_dialler
 from ._zmq import open_dialler
@@ -38,6 +39,11 @@ logger = logging.getLogger("trio_mori.receiver")
 
 # How often in a row a sender may not have understood a hello before it counts as one that never does.
 _HELLOS = 3
+
+# Seconds for which a sender may be absent while gets wait for it before that is said. One that starts beside its
+# receiver imports torch for two or three. It is looked at with each heartbeat, so that nobody is woken for it: with the
+# default interval it is said after 3 to 8 s.
+PATIENCE = 3.0
 
 # A reason of `Interest.failure` beside those of the book: the peer turned out to speak the other dialect.
 CHANGED_DIALECT = 301
@@ -116,6 +122,9 @@ class Upstream:
         self._composing = False
         self._last_heard = inf
         self._misunderstood = 0  # since the last welcome
+        self._absent_since = trio.current_time()  # inf while it is there
+        self._was_there = False
+        self._absence_told = False
 
     # --- the connection -----------------------------------------------------------------------------------
 
@@ -235,6 +244,22 @@ class Upstream:
         """Whether the sender is there and known, of whichever dialect; also while it goes over to another link."""
         return self._reachable and (self.channel.epoch is not None or self.stock is not None)
 
+    @property
+    def waiting(self) -> int:
+        """Gets and interests that wait for it."""
+        return self.dialect.known.statistics().tasks_waiting + sum(
+            each.state in (book.State.POSTED, book.State.OFFERED) for each in self.channel.interests.values()
+        )
+
+    def tell(self, now: float) -> KnownSender:
+        """How this side stands with it."""
+        if self.refusal is not None:
+            standing = SenderStanding.REFUSED
+        else:
+            standing = SenderStanding.CONNECTED if self.established else SenderStanding.DIALLING
+        seconds = now - self._absent_since if standing is SenderStanding.DIALLING and self._absent_since < inf else 0.0
+        return KnownSender(self.endpoint.address, standing.value, max(seconds, 0.0), self.waiting)
+
     def say_goodbye(self) -> None:
         """Let the sender forget this session; everything was given back before."""
         channel = self.channel
@@ -254,8 +279,36 @@ class Upstream:
         if self.stock is not None:
             self.stock.retire()
 
+    def _note_presence(self) -> None:
+        """It is there, and known."""
+        self._absent_since, self._was_there, self._absence_told = inf, True, False
+
+    def _tell_absence(self, now: float) -> None:
+        """Say once, until it is there, that it is waited for in vain; one that was there is given up first."""
+        seconds = now - self._absent_since
+        if self._absence_told or seconds < PATIENCE or self.refusal is not None or self.channel.lost_since < inf:
+            return
+        if not (waiting := self.waiting):
+            return
+        self._absence_told = True
+        if self._reachable:
+            what = "somebody listens there, and has not answered as a sender does"
+        else:
+            what = "nobody there has taken a connection" + (" since it was lost" if self._was_there else "")
+        extra = {"event": SENDER_ABSENT, "peer": self.endpoint.address, "seconds": seconds, "count": waiting}
+        logger.warning(
+            "%d gets wait for the sender %s, which has been dialled for %.0f s: %s; it is dialled on. Is the sender "
+            "running, and is this its address and port (sender_host, sender_zmq_port, or update_sender_info)?",
+            waiting,
+            self.endpoint.address,
+            seconds,
+            what,
+            extra=extra,
+        )
+
     def _on_disconnected(self) -> None:
         now = trio.current_time()
+        self._absent_since = min(self._absent_since, now)
         self._around.book.disconnected(self.channel, now)
         if self.stock is not None:
             self.stock.retire()
@@ -347,6 +400,7 @@ class Upstream:
             self._say_hello(channel.generation + 1)
             return
         self._misunderstood = 0
+        self._note_presence()
         if self.way != welcome.chosen and self._log_limit.admits():
             logger.info("sender %s writes by %s", self.endpoint.address, welcome.chosen)
         self.way = welcome.chosen
@@ -368,6 +422,7 @@ class Upstream:
             raise RemoteProtocolError("a native sender does not answer so: what we sent did not come whole")
         logger.info("sender %s speaks the vllm-omni dialect", self.endpoint.address)
         self.stock = self._around.stock_sender(self.endpoint)
+        self._note_presence()
         self.channel.lost_since = self._last_heard = inf
         self._around.book.fail_all(self.channel, CHANGED_DIALECT, "")
         # What came from the sender before it is here, and stays; what did not is asked for anew.
@@ -457,6 +512,9 @@ class Upstream:
         around.book.heartbeat(channel)  # which counts it also if nothing can be said
         if not channel.up and self._reachable and self.stock is None:
             self._say_hello(channel.generation)  # the first one, or its answer, was lost
+        if self._absent_since < inf:
+            self._absent_since = min(self._absent_since + late, now)
+            self._tell_absence(now)
         silent = now - min(channel.lost_since, self._last_heard)
         limit = around.config.peer_timeout
         if silent >= limit:
