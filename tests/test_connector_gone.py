@@ -47,6 +47,19 @@ async def test_a_get_after_a_cleanup_is_told_once_that_the_payload_is_gone() -> 
         await pair.assert_whole()
 
 
+async def test_a_get_after_a_quiet_cleanup_waits_whatever_became_of_payloads_before() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        await pair.put("r_0_0", b"old")
+        await pair.sender.cleanup("r", "0", "1")
+        pair.sender.lose("0", "1", "r_0_1")
+        assert pair.sender.cleanup_nowait("r", "0", "1", tell=False) == 0
+        outcomes = [await pair.get_later(nursery, key) for key in ("r_0_0", "r_0_1")]
+        for key in ("r_0_0", "r_0_1"):
+            await pair.put(key, b"new")
+        assert [await outcome.wait() for outcome in outcomes] == [b"new", b"new"]
+        await pair.assert_whole()
+
+
 async def test_a_get_that_waits_for_room_is_told_when_the_payload_is_cleaned_up() -> None:
     async with open_pair() as pair, trio.open_nursery() as nursery:
         full = await fill_receiver(pair, nursery)

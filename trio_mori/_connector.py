@@ -369,8 +369,9 @@ class Connector:
         """As `cleanup`, at once.
 
         Args:
-            tell: Let whoever gets one of the payloads next know. Without, a get waits as for one that was never put:
-                for keys that will be used again, so that the new life of a request is not told of the old one.
+            tell: Let whoever gets one of the payloads next know. Without, a get waits as for one that was never put,
+                also where it was still to be told of an earlier one: for keys that will be used again, so that the new
+                life of a request is not told of the old one.
         """
         if (from_stage is None) != (to_stage is None):
             raise ValueError(

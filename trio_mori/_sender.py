@@ -179,6 +179,8 @@ class Sender:
         """Drop the payload under a key and all chunks of a request; whoever fetches one next may be told."""
         entries = [e for e in self.book.shelf.named(name) if edge is None or edge_of(e.key) == edge]
         count = self.book.cleanup(entries, tell=tell)
+        if not tell:
+            self.book.shelf.forget(name, edge)
         self.flush()
         return count
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from desks import KEY, SenderDesk, codes
+from desks import KEY, UNIT, SenderDesk, codes
 
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Phase, Want
@@ -31,6 +31,45 @@ def test_a_payload_that_was_cleaned_up_quietly_is_told_to_nobody() -> None:
     desk.fetch(session, 1)
     assert codes(desk, session) == []
     assert session.fetches[1].state is Want.WAITING
+
+
+@pytest.mark.parametrize("what", ["delivered", "being written", "written in vain", "offered"])
+def test_one_that_its_receiver_has_in_hand_and_gives_back_is_told_to_nobody_either(what: str) -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    entry = desk.put()
+    desk.fetch(session, 1, room=0 if what == "offered" else UNIT)
+    if what == "delivered":
+        desk.written()
+    ticket = desk.begun() if "writ" in what else None
+    desk.book.cleanup([entry], tell=False)
+    if ticket is not None and what == "written in vain":
+        desk.end(ticket)
+    desk.hear(session, wire.Cancel([1]))
+    if ticket is not None and what == "being written":
+        desk.end(ticket)
+    assert desk.clean
+    desk.said(session)
+    desk.fetch(session, 2)
+    assert codes(desk, session) == []
+    assert session.fetches[2].state is Want.WAITING
+
+
+@pytest.mark.parametrize("name", ["r", "r_0_1"])
+def test_why_payloads_of_a_request_are_gone_can_be_forgotten(name: str) -> None:
+    desk = SenderDesk()
+    session = desk.meet()
+    keys = ["r_0_0@0_1", "r_0_1@0_1", "r_0_1@0_2", "s_0_1@0_1"]
+    for key in keys:
+        desk.put(key)
+    desk.wait(300)
+    desk.book.lose("r_0_1@0_1")
+    desk.book.shelf.forget(name, "0_1")
+    for number, key in enumerate(keys):
+        desk.fetch(session, number + 1, key)
+    told = [each.id - 1 for each in desk.said(session) if isinstance(each, wire.Failed)]
+    assert told == [number for number in range(4) if number > 1 or (name != "r" and number == 0)]
+    assert not desk.book.shelf._buried
 
 
 def test_that_nothing_comes_under_a_key_is_told_to_the_first_that_waits_and_takes_no_room() -> None:

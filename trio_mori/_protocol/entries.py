@@ -148,6 +148,7 @@ class Entry:
         holder: The fetch or stock caller that has it while it is claimed or delivered.
         encoding: Its stock encoding, once a stock peer has asked.
         names: Under which it is filed for clean-up.
+        is_forgotten: It was cleaned up, and whoever asks for its key from now on is to be told nothing of it.
     """
 
     key: str
@@ -161,6 +162,7 @@ class Entry:
     holder: Fetch | StockCaller | None = None
     encoding: Encoding | None = None
     names: tuple[str, ...] = ()
+    is_forgotten: bool = False
 
     @property
     def stock_size(self) -> int | None:

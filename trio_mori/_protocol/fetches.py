@@ -193,8 +193,9 @@ class Fetches:
 
     def _untold(self, fetch: Fetch) -> int:
         """Why its payload is gone, if this receiver may not have heard of it."""
-        dying = fetch.state is Want.WRITING and fetch.entry is not None and fetch.entry.phase is Phase.DYING
-        return wire.GONE if dying else fetch.lost
+        entry = fetch.entry
+        dying = fetch.state is Want.WRITING and entry is not None and entry.phase is Phase.DYING
+        return wire.GONE if dying and entry is not None and not entry.is_forgotten else fetch.lost
 
     def _acknowledge(self, fetch: Fetch) -> None:
         """The receiver took what it was given, however long ago."""

@@ -69,9 +69,10 @@ class Matching:
         """Tell a fetch that nothing comes; `settled`: and that no byte of a write to it moves any more."""
         self.leave(fetch)
         fetch.move(Step.FAIL)
+        is_forgotten = fetch.entry is not None and fetch.entry.is_forgotten
         fetch.entry = None
         fetch.failure = wire.Failed(fetch.id, code, detail[:1024], settled)
-        fetch.lost = code if code in (wire.EXPIRED, wire.GONE) else 0
+        fetch.lost = code if code in (wire.EXPIRED, wire.GONE) and not is_forgotten else 0
         if fetch.lost:
             self._roster.await_word(fetch.session)
         self._roster.say(fetch.session, fetch.failure)

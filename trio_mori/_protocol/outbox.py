@@ -129,7 +129,8 @@ class Outbox:
         """Drop entries, and let the next fetch of each know unless `tell` is false. Returns how many there were."""
         dropped = [e for e in entries if e.phase is not Phase.DYING]
         for entry in dropped:
-            self._give_up(entry, wire.GONE, "the sender cleaned it up", tell=tell)
+            entry.is_forgotten = not tell
+            self._give_up(entry, wire.GONE, "the sender cleaned it up")
         self.counters.cleaned += len(dropped)
         return len(dropped)
 
@@ -137,15 +138,17 @@ class Outbox:
         """Nothing comes under a key, after what is there: tell the first that waits for it, or whoever asks next."""
         self._matching.lose(key, wire.GONE)
 
-    def _give_up(self, entry: Entry, code: int, detail: str, *, tell: bool = True) -> None:
+    def _give_up(self, entry: Entry, code: int, detail: str) -> None:
         holder, phase = entry.holder, entry.phase
         newest = self.shelf.find(entry.key) is entry
         self.shelf.drop(entry)
         if isinstance(holder, Fetch) and holder.state is Want.OFFERED:
             self._matching.fail(holder, code, detail, settled=True)
+        elif entry.is_forgotten:
+            pass
         elif isinstance(holder, Fetch) and holder.state is Want.DELIVERED and newest:
             holder.lost = code
-        elif tell and (phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and not _is_writing(holder))):
+        elif phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and not _is_writing(holder)):
             self._matching.bury(entry.key, code)  # who is being written to is told when that ends
 
     # --- receivers' sessions ------------------------------------------------------------------------------

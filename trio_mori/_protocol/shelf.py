@@ -8,10 +8,10 @@ from .._errors import KeyBusy
 from .alarm import Alarm
 from .entries import ENTRY_TABLE, Entry, Event, Phase, step
 from .extents import Extent, Extents
-from .keys import names_of
+from .keys import edge_of, names_of
 
 # Keys whose payload expired or was cleaned up, remembered until the next fetch has been told. A fetch that finds
-# nothing simply waits, so that forgetting the oldest costs an answer, not correctness; 65,536 keys are about 10 MB.
+# nothing simply waits, so that forgetting the oldest costs an answer, not correctness; 65,536 keys are about 20 MB.
 MAX_TOMBSTONES = 65536
 
 
@@ -33,6 +33,7 @@ class Shelf:
         self._by_key: dict[str, Entry] = {}
         self._by_name: dict[str, dict[Entry, None]] = {}
         self._tombstones: OrderedDict[str, int] = OrderedDict()
+        self._buried: dict[str, dict[str, None]] = {}  # their keys, by name
 
     def stage(self, key: str, extent: Extent) -> Entry:
         """Take over an extent for a put that is under way; end it with `Outbox.publish` or `Outbox.unstage`."""
@@ -68,7 +69,8 @@ class Shelf:
         del self._staged[entry]
         self._filed[entry] = None
         self._by_key[entry.key] = entry
-        self._tombstones.pop(entry.key, None)
+        if entry.key in self._tombstones:
+            self._unbury(entry.key)
         entry.names = names_of(entry.key)
         for name in entry.names:
             self._by_name.setdefault(name, {})[entry] = None
@@ -128,12 +130,28 @@ class Shelf:
         """Remember why a key's payload is gone, for the next fetch."""
         self._tombstones[key] = reason
         self._tombstones.move_to_end(key)
+        for name in names_of(key):
+            self._buried.setdefault(name, {})[key] = None
         if len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
+            self._unbury(next(iter(self._tombstones)))
 
     def exhume(self, key: str) -> int:
         """Why a key has no payload, once; 0 if nothing is known or there is one."""
-        return 0 if key in self._by_key else self._tombstones.pop(key, 0)
+        return self._unbury(key) if key in self._tombstones and key not in self._by_key else 0
+
+    def forget(self, name: str, edge: str | None) -> None:
+        """Let nobody know why payloads with that key or of that request are gone."""
+        for key in list(self._buried.get(name, ())):
+            if edge is None or edge_of(key) == edge:
+                self._unbury(key)
+
+    def _unbury(self, key: str) -> int:
+        for name in names_of(key):
+            keys = self._buried[name]
+            del keys[key]
+            if not keys:
+                del self._buried[name]
+        return self._tombstones.pop(key)
 
     def expired(self, now: float) -> list[Entry]:
         """Entries whose time is over and which no engine reads."""
