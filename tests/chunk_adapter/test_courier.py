@@ -15,7 +15,7 @@ from trio_mori_vllm_omni.chunks._building import Built
 from trio_mori_vllm_omni.chunks._flows import AHEAD, Arrived, Broken, Ended, Event, Inflow, Outflow, Outgoing
 from trio_mori_vllm_omni.chunks._marks import failure_of, is_last
 from trio_mori_vllm_omni.chunks._receiving import PAUSE, RECLAIM
-from trio_mori_vllm_omni.chunks._sending import AT_ONCE, TERMINAL_GRACE, Sending
+from trio_mori_vllm_omni.chunks._sending import AT_ONCE, STALL, TERMINAL_GRACE, Sending
 from wires import MemoryWire, Names, chunk, next_events, open_courier
 
 from trio_mori import ConnectorClosed, Expired, Gone, KeyBusy, TooBig, TransferFailed
@@ -321,6 +321,59 @@ async def test_a_new_life_waits_for_the_end_of_the_one_before_and_clears_what_th
         wire.change()
         assert await next_events(courier, 2) == [Ended(first), Ended(second)]
     assert wire.sent("r") == ["new 0"]
+
+
+async def test_a_life_for_which_nobody_makes_room_keeps_the_next_one_waiting_for_a_while_only(
+    wire: MemoryWire, clock: trio.testing.MockClock
+) -> None:
+    first = Outflow("id1", "r")
+    second = Outflow("id2", "r", first)
+    third = Outflow("id3", "r", second)
+    events = list[Event]()
+    wire.room = 2
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, events.append)
+        sending.begin(first)
+        for number in range(4):
+            sending.send(first, Built(number, number == 3))
+        sending.begin(second)
+        sending.send(second, Built("second", True))
+        sending.begin(third)
+        sending.send(third, Built("third", True))
+        await trio.testing.wait_all_tasks_blocked()
+        clock.jump(0.9 * STALL)
+        await trio.testing.wait_all_tasks_blocked()
+        wire.room = 1  # it gets on, so that it has as long again
+        wire.change()
+        await trio.testing.wait_all_tasks_blocked()
+        clock.jump(1.05 * STALL)
+        await trio.testing.wait_all_tasks_blocked()
+        assert wire.sent("r") == [0, 1, 2]
+        await trio.testing.wait_all_tasks_blocked()
+        clock.jump(STALL)
+        await trio.testing.wait_all_tasks_blocked()
+        assert events == [Ended(first)]
+        assert not wire.chunks
+        wire.room = None
+        wire.change()
+    assert events == [Ended(first), Ended(second), Ended(third)]
+    assert wire.sent("r") == ["third"]
+
+
+async def test_a_life_whose_processor_takes_long_is_waited_for(wire: MemoryWire, clock: trio.testing.MockClock) -> None:
+    first = Outflow("id1", "r")
+    second = Outflow("id2", "r", first)
+    events = list[Event]()
+    async with trio.open_nursery() as nursery:
+        sending = Sending(wire, nursery, events.append)
+        sending.begin(first)
+        sending.begin(second)
+        sending.send(second, Built("second", True))
+        await trio.testing.wait_all_tasks_blocked()
+        clock.jump(5 * STALL)
+        await trio.testing.wait_all_tasks_blocked()
+        sending.send(first, Built("first", True))
+    assert events == [Ended(first), Ended(second)]
 
 
 async def test_a_life_that_was_cut_before_its_turn_leaves_the_one_before_alone(wire: MemoryWire) -> None:

@@ -32,6 +32,10 @@ TERMINAL_GRACE = 1.0
 # Chunks of a stream that are put before others have their turn: half a millisecond.
 AT_ONCE = 16
 
+# Seconds for which a life without room keeps the next one under its name waiting. A next stage that has ended it, too,
+# fetches and drops what is left for so long; after that the room may not come before all of it expires.
+STALL = 2.0
+
 # Other failures of a put may pass: it is tried again so often, after this.
 RETRIES = 3
 PAUSE = 0.05
@@ -73,6 +77,11 @@ class _Stream:
         return self.is_idle and not self.queue and not self.is_cut
 
     @property
+    def waits_for_room(self) -> bool:
+        """Whether it has something to put, and has its turn."""
+        return self.has_begun and bool(self.queue) and not self.is_cut
+
+    @property
     def has_end(self) -> bool:
         """Whether its terminal chunk is queued."""
         return bool(self.queue) and self.queue[-1].is_terminal
@@ -98,7 +107,7 @@ class Sending:
         """Begin a stream, which waits for the one before it."""
         stream = self._streams[flow] = _Stream(flow)
         before = None if flow.after is None else self._streams.get(flow.after)
-        self._nursery.start_soon(self._run, stream, None if before is None else before.over)
+        self._nursery.start_soon(self._run, stream, before)
 
     def send(self, flow: Outflow, chunk: Built) -> None:
         """Put a chunk here and now if that needs no waiting, else queue it.
@@ -137,12 +146,27 @@ class Sending:
         if failure is None and has_turn:
             self._wire.clean(flow.external_id)
 
-    async def _run(self, stream: _Stream, before: trio.Event | None) -> None:
+    async def _wait_for_end(self, before: _Stream) -> None:
+        """Wait until a life is over, and end it if it waits for room that nobody makes."""
+        while not before.over.is_set():
+            sent = before.sent
+            with trio.move_on_after(STALL) as patience:
+                await before.over.wait()
+            if patience.cancelled_caught and before.waits_for_room and before.sent == sent:
+                logger.warning(
+                    "what is left of an earlier request %s is dropped: it had no room for %g s, and the next one of "
+                    "its name waits",
+                    before.flow.external_id,
+                    STALL,
+                )
+                self.cut(before.flow, None)
+
+    async def _run(self, stream: _Stream, before: _Stream | None) -> None:
         failure: str | None = None
         external_id = stream.flow.external_id
         try:
             if before is not None:
-                await before.wait()
+                await self._wait_for_end(before)
             self._wire.clean(external_id)  # what is left of an earlier request of this name
             stream.has_begun = True
             try:
