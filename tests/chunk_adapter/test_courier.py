@@ -659,6 +659,25 @@ async def test_a_notice_of_an_earlier_request_of_this_name_is_not_taken_for_one_
         assert await next_events(courier, 1) == [Arrived(flow, codes(1))]
 
 
+async def test_what_was_told_to_a_take_that_was_cancelled_is_not_told_to_the_next_life(
+    wire: MemoryWire, clock: trio.testing.MockClock
+) -> None:
+    old, new = Inflow("id", "r"), Inflow("id", "r")
+    wire.chunks["r", 0] = codes(0)
+    async with open_courier(wire) as courier:
+        courier.receive(old)
+        courier.flush()
+        await next_events(courier, 1)
+        courier.drop(old)
+        wire.told["r", 1] = Gone("nothing comes", key="r")
+        courier.receive(new)
+        courier.flush()
+        await trio.testing.wait_all_tasks_blocked()
+        wire.chunks.update({("r", number): codes(number, finished=number == 1) for number in range(2)})
+        wire.change()
+        assert all(isinstance(event, Arrived) for event in await next_events(courier, 2))
+
+
 async def test_a_transfer_that_failed_is_asked_for_again(wire: MemoryWire, clock: trio.testing.MockClock) -> None:
     flow = Inflow("id", "r")
     wire.failures += [TransferFailed("once"), TransferFailed("twice")]

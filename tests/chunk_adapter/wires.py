@@ -22,6 +22,7 @@ class MemoryWire:
     Attributes:
         failures: Raised by the next puts or takes, one by each.
         refusals: Raised by the next put under a number.
+        told: That chunks are gone, to takes that were cancelled just then: raised by the next one, as a connector does.
         room: Puts that may still be made; None: any number.
     """
 
@@ -29,6 +30,7 @@ class MemoryWire:
         self.chunks: dict[tuple[str, int], Any] = {}
         self.lost: set[tuple[str, int]] = set()
         self.cleaned: list[str] = []
+        self.told: dict[tuple[str, int], Exception] = {}
         self.failures: list[Exception] = []
         self.refusals: dict[int, Exception] = {}
         self.room: int | None = None
@@ -76,6 +78,8 @@ class MemoryWire:
         if self.failures:
             raise self.failures.pop(0)
         key = external_id, number
+        if key in self.told:
+            raise self.told.pop(key)
         self.waiting += 1
         try:
             while key not in self.chunks and key not in self.lost:
@@ -86,6 +90,10 @@ class MemoryWire:
             self.lost.remove(key)
             raise Gone("nothing comes", key=external_id)
         return self.chunks.pop(key)
+
+    def forget(self, external_id: str) -> None:
+        for key in [key for key in self.told if key[0] == external_id]:
+            del self.told[key]
 
     def clean(self, external_id: str) -> None:
         self.cleaned.append(external_id)

@@ -90,6 +90,8 @@ class Receiving:
             # Not before anything has come: the first chunk of a new request of this name might be taken for one of it.
             if not stream.is_over and stream.number and not stream.reclaiming.cancel_called:
                 await self._reclaim(stream)
+            if not stream.is_over:
+                self._wire.forget(stream.flow.external_id)
         finally:
             if self._last.get(stream.flow.external_id) is stream:
                 del self._last[stream.flow.external_id]

@@ -33,6 +33,9 @@ class Wire(Protocol):
     async def take(self, external_id: str, number: int, source: dict[str, Any] | None) -> object:
         """Wait for a chunk, and have it. If it is cancelled, its sender has it still."""
 
+    def forget(self, external_id: str) -> None:
+        """Drop what came for takes of a request that were cancelled: that a chunk is gone is told to the next one."""
+
     def clean(self, external_id: str) -> None:
         """Drop the chunks of a request that were put and that nobody has fetched; tell nobody."""
 
@@ -111,6 +114,12 @@ class ConnectorWire:
         finally:
             # Also of what cannot be read: it would come again, and could be read no better.
             arrival.finish()
+
+    def forget(self, external_id: str) -> None:
+        """See `Wire`."""
+        core = self._connector.core_now("receiver")
+        if core is not None:
+            core.cleanup_nowait(external_id, *self._edge_in, tell=False)
 
     def clean(self, external_id: str) -> None:
         """See `Wire`."""
