@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import errno
+import logging
 from contextlib import AsyncExitStack
 
 import pytest
 import torch
 import trio
-from rig import FAST, POOL, UNIT, assert_free, filled, open_pair, port_of, sender_config, wait_until
+from ports import free_port
+from rig import (
+    FAST,
+    LIMIT,
+    POOL,
+    UNIT,
+    assert_free,
+    begin,
+    filled,
+    open_pair,
+    port_of,
+    receiver_config,
+    sender_config,
+    start_stage,
+    wait_until,
+)
 from stock_peers import open_stock_client
 from trio.testing import MockClock
 
-from trio_mori import DescriptorRefused, NoRoom, NotReady, TransferFailed, open_connector
+from trio_mori import DescriptorRefused, NoRoom, NotReady, PeerLost, TransferFailed, open_connector
 from trio_mori._protocol import wire
 from trio_mori.abc import Descriptor, EnginePeer
 from trio_mori.testing import MemoryEngine, MemoryFabric
@@ -157,3 +173,29 @@ async def test_a_process_that_was_stuck_blames_nobody_for_what_it_did_not_hear_m
         assert "silent" not in caplog.text
         assert pair.receiver.health()["timeouts"] == 0
         await pair.assert_whole()
+
+
+@pytest.mark.parametrize(("crash", "end"), [(True, "its process ended"), (False, "it closed")])
+async def test_whoever_waits_for_a_sender_that_is_not_replaced_is_told_how_it_ended(
+    crash: bool, end: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="trio_mori")
+    port, fabric = free_port(), MemoryFabric()
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery:
+            sender = await start_stage(nursery, fabric, **sender_config() | {"zmq_port": port})
+            receiver = await start_stage(nursery, fabric, **receiver_config(port, **FAST))
+            waiting = begin(nursery, receiver.connector.get, "0", "1", "never")
+            async with receiver.connector.open_chunk_receiver("r", "0", to_stage="1") as chunks:
+                await sender.connector.put("0", "1", "r_0_0", (0, 0, b"one"))
+                assert await chunks.__anext__() == b"one"
+                streaming = begin(nursery, chunks.__anext__)
+                await (sender.crash() if crash else sender.close())
+                # A stream does not outlive its sender; a get may be served by the one that comes in its place.
+                with pytest.raises(PeerLost, match=f"r_0_1.*: {end}$"):
+                    await streaming.wait()
+            with pytest.raises(PeerLost, match=f"silent for .*: {end} .* ago, and none came in its place; start it"):
+                await waiting.wait()
+            assert ("which closed, can write here no more" in caplog.text) is not crash
+            assert ("its process has ended" in caplog.text) is crash
+            await receiver.close()

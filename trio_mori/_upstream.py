@@ -124,6 +124,7 @@ class Upstream:
         self._misunderstood = 0  # since the last welcome
         self._absent_since = trio.current_time()  # inf while it is there
         self._was_there = False
+        self._left: set[bytes] = set()  # incarnations that have said that they close
         self._absence_told = False
 
     # --- the connection -----------------------------------------------------------------------------------
@@ -382,6 +383,7 @@ class Upstream:
         for message in body.messages:
             if isinstance(message, wire.Leaving):
                 logger.info("sender %s closed", self.endpoint.address)
+                self._left.add(body.epoch)
                 self.say_goodbye()
             self._around.book.on_message(channel, message, now)
         self._around.note_progress()
@@ -489,7 +491,10 @@ class Upstream:
         around = self._around
         await around.engine.wait_fenced(peer)
         extra = {"event": PEER_ENDED, "peer": self.endpoint.address}
-        logger.info("sender %s: its process has ended", self.endpoint.address, extra=extra)
+        # One of this process has not taken that along when it closed.
+        end = "which closed, can write here no more" if epoch in self._left else "its process has ended"
+        self._left.discard(epoch)
+        logger.info("sender %s: %s", self.endpoint.address, end, extra=extra)
         around.engine.drop_peer(peer)
         around.book.fenced(self.channel, epoch, trio.current_time())
         around.note_progress()
@@ -519,9 +524,13 @@ class Upstream:
         limit = around.config.peer_timeout
         if silent >= limit:
             detail = (
-                f"the sender {self.endpoint.address} has been silent for {silent:.0f} s (peer_timeout is {limit:g} s); "
-                "its process may have ended, or be stopped or stuck"
+                f"the sender {self.endpoint.address} has been silent for {silent:.0f} s (peer_timeout is {limit:g} s)"
             )
+            if channel.end:
+                gone = now - channel.lost_since
+                detail += f": {channel.end} {gone:.0f} s ago, and none came in its place; start it again, and ask again"
+            else:
+                detail += "; its process may have ended, or be stopped or stuck"
             extra = {"event": PEER_LOST, "peer": self.endpoint.address, "seconds": silent}
             logger.warning("%s", detail, extra=extra)
             self.timeouts += 1

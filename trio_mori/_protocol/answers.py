@@ -49,7 +49,7 @@ class Answers:
         elif isinstance(message, wire.Retracted):
             self._on_retracted(channel, message)
         elif isinstance(message, wire.Leaving):
-            self._senders.lose(channel, frozenset(message.unsettled), now)
+            self._senders.leave(channel, frozenset(message.unsettled), now)
 
     def _on_done(self, channel: Channel, message: wire.Done) -> None:
         interest = channel.interests.get(message.id)

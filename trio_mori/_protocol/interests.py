@@ -21,6 +21,10 @@ PEER_RESTARTED = 257
 TOO_BIG = 258
 MISMATCH = 259
 
+# How an incarnation of a sender ends, in words.
+CLOSED = "it closed"
+ENDED = "its process ended"
+
 
 class State(Symbol):
     """How far an interest has come."""
@@ -136,6 +140,7 @@ class Channel:
         interests: All that are not over, by id.
         ghosts: Destinations that senders of earlier epochs may still write to.
         former: Epochs that know this token and were given up: what they have under our ids is not what we have.
+        end: How the last incarnation ended, if it is known to have and no other came: `CLOSED` or `ENDED`.
         lost_since: When an established sender went away; `inf` while it is there or never was.
         sequence: Number of the last heartbeat, said or only counted.
         said: Number of the last one that was said.
@@ -154,6 +159,7 @@ class Channel:
     ghosts: dict[bytes, list[Extent]] = attrs.field(factory=dict)
     former: set[bytes] = attrs.field(factory=set)
     outgoing: list[wire.ToSender] = attrs.field(factory=list)
+    end: str = ""
     lost_since: float = inf
     said: int = 0
     answered: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import wire
 from .asking import Asking, InboxCounters
-from .interests import PEER_RESTARTED, Cause, Channel, Interest, State
+from .interests import ENDED, PEER_RESTARTED, Cause, Channel, Interest, State
 from .placement import Placement
 
 
@@ -64,9 +64,8 @@ class Returns:
     def part(self, interest: Interest, reason: int) -> None:
         """The one incarnation of the sender that would have done is gone."""
         restarted = reason == PEER_RESTARTED
-        self._asking.fail(
-            interest, reason, "its process was replaced by another" if restarted else "its process has ended"
-        )
+        end = interest.channel.end or ENDED
+        self._asking.fail(interest, reason, "its process was replaced by another" if restarted else end)
         self.vanish(interest)
 
     def vanish(self, interest: Interest) -> None:

@@ -7,7 +7,7 @@ from math import inf
 from . import wire
 from .asking import Asking
 from .extents import Extents
-from .interests import PEER_LOST, PEER_RESTARTED, Cause, Channel, Interest, State
+from .interests import CLOSED, ENDED, PEER_LOST, PEER_RESTARTED, Cause, Channel, Interest, State
 from .placement import Placement
 from .returns import Returns
 
@@ -32,7 +32,7 @@ class Senders:
             return False
         if channel.epoch is not None and channel.epoch != epoch:
             self._succeed(channel)
-        channel.epoch, channel.up, channel.lost_since = epoch, True, inf
+        channel.epoch, channel.up, channel.lost_since, channel.end = epoch, True, inf, ""
         channel.outgoing.clear()
         channel.is_steady = False
         for interest in list(channel.interests.values()):
@@ -92,11 +92,16 @@ class Senders:
         for extent in channel.ghosts.pop(epoch, []):
             self._extents.free(extent)
         if channel.epoch == epoch:
-            self.lose(channel, frozenset(), now)
+            self._lose(channel, frozenset(), now, ENDED)
 
-    def lose(self, channel: Channel, unsettled: frozenset[int], now: float) -> None:
+    def leave(self, channel: Channel, unsettled: frozenset[int], now: float) -> None:
+        """The sender has closed, and said so."""
+        self._lose(channel, unsettled, now, CLOSED)
+
+    def _lose(self, channel: Channel, unsettled: frozenset[int], now: float, end: str) -> None:
         """The sender has left or is dead. It may still write for these fetches; for the others nothing comes."""
         assert channel.epoch is not None
+        channel.end = end
         self.disconnected(channel, now)  # first: nothing is called back from it while its memory is freed
         for interest in list(channel.interests.values()):
             if interest.state not in (State.POSTED, State.OFFERED, State.RETURNING):
