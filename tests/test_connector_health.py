@@ -30,7 +30,7 @@ async def test_health_has_the_stock_keys_and_the_pool_by_state() -> None:
             "errors",
             "timeouts",
         }
-        more = {"pool", "in_flight", "quarantined", "quarantine", "parked", "peers"}
+        more = {"pool", "in_flight", "quarantined", "quarantine", "parked", "waiting_puts", "peers", "senders"}
         assert stock | more <= sender.keys()
         assert (sender["status"], sender["puts"], sender["gets"], sender["bytes_transferred"]) == (
             "healthy",

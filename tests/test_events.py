@@ -12,6 +12,7 @@ from ports import free_port
 from rig import (
     FAST,
     LIMIT,
+    POOL,
     UNIT,
     assert_free,
     begin,
@@ -339,3 +340,33 @@ async def test_opening_says_where_a_connector_listens_and_from_whom_it_gets(
         assert f"connector open: {told.replace('PORT', str(port_of(connector)))}, engine" in record.getMessage()
         assert bool(record.address) == (config["role"] != "receiver")  # type: ignore[attr-defined]
         assert bool(record.sender) == ("sender_host" in config)  # type: ignore[attr-defined]
+
+
+# --- a put that waits -----------------------------------------------------------------------------------------
+
+
+async def test_a_put_that_waits_for_room_is_counted_and_told_once_with_what_the_pool_is_full_of(
+    log: Log, clock: MockClock
+) -> None:
+    async with open_pair(sender=SLOW, receiver=SLOW) as pair, trio.open_nursery() as nursery:
+        await pair.put("a", filled(POOL - UNIT))
+        for number in range(2):
+            begin(nursery, pair.put, f"k{number}", filled(2 * UNIT))
+        await wait_until(lambda: pair.sender.health()["waiting_puts"] == 2)
+        await pass_time(clock, 3)
+        assert log.of(_events.PUTS_WAIT) == []
+        await pass_time(clock, 9)
+        record = await log.one(_events.PUTS_WAIT)
+        assert (record.count, record.size) == (2, 2 * UNIT)  # type: ignore[attr-defined]
+        assert 5 <= record.seconds < 8  # type: ignore[attr-defined]
+        for words in ("2 puts wait", f"{POOL - UNIT} bytes published and not fetched", "memory_pool_size"):
+            assert words in record.getMessage()
+        for key in ("a", "k0", "k1"):
+            await pair.get(key)
+        await wait_until(lambda: pair.sender.statistics().waiting_puts == 0)
+        await pair.put("a", filled(POOL))
+        begin(nursery, pair.put, "again", filled(UNIT))
+        await pass_time(clock, 6)
+        await wait_until(lambda: len(log.of(_events.PUTS_WAIT)) == 2)
+        await pair.get("a")
+        await pair.get("again")

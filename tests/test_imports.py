@@ -25,7 +25,17 @@ LAYERS = (
     (
         *("_allowed", "_config", "_endpoint", "_deploy*", "_yaml", "_traffic", "_offers", "_link", "_scope", "_zm*"),
         *("_unix*", "_pool", "_buffer", "_payload*", "_stock_payload", "_engines", "_lease", "_arrival", "_gpu"),
-        *("_keys", "_key_files", "_events", "_log_limit", "_quarantine", "_pages", "_spare", "_descriptors"),
+        *(
+            "_keys",
+            "_key_files",
+            "_events",
+            "_room_watch",
+            "_log_limit",
+            "_quarantine",
+            "_pages",
+            "_spare",
+            "_descriptors",
+        ),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),
     ("_upstream", "_reception", "_staging"),

@@ -437,6 +437,7 @@ class Connector:
             + sum(u.established for u in receiver.upstreams.values()),
             quarantine=receiver.quarantine(self._time) + (() if sender is None else sender.quarantine(self._time)),
             senders=self._senders(),
+            waiting_puts=0 if sender is None else len(sender.room),
         )
 
     def _senders(self) -> tuple[KnownSender, ...]:
@@ -462,7 +463,7 @@ class Connector:
 
     def health(self) -> dict[str, Any]:
         """The stock keys (status, host, pool_device, pool_size, engine_key, puts, gets, bytes_transferred, errors,
-        timeouts) and the pool by state, what is in flight, quarantined, parked, and the peers.
+        timeouts) and the pool by state, what is in flight, quarantined, parked, the puts that wait, and the peers.
 
         ``status`` is ``healthy``, ``degraded`` (memory is in quarantine or a write is stuck) or ``unhealthy`` (closed).
         ``quarantine`` says which memory, for how long, for whose sake and why: the oldest pieces, see `Quarantined`.
@@ -491,6 +492,7 @@ class Connector:
             "quarantined": now.held.get("quarantined", 0),
             "quarantine": [attrs.asdict(each) for each in now.quarantine[:NAMED]],
             "parked": now.parked,
+            "waiting_puts": now.waiting_puts,
             "peers": now.peers,
             "port": None if self._port is None else self._port.standing.value,
             "senders": [attrs.asdict(each) for each in now.senders],

@@ -24,6 +24,7 @@ from ._protocol.keys import edge_of
 from ._protocol.outbox import Outbox, OutboxLimits
 from ._quarantine import Quarantined, QuarantineWatch
 from ._reception import NativePeer, Reception
+from ._room_watch import RoomWatch
 from ._staging import Reservation, plan_payload
 from ._statistics import Receipt
 from ._stock_reception import StockPeer
@@ -44,6 +45,7 @@ class Sender:
 
     Attributes:
         endpoint: Where it listens, as receivers are told.
+        room: Puts that wait for some.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Sender:
         self.closing = False
         self._quarantine = QuarantineWatch(_name_of)
         self._settled = trio.Event()  # replaced whenever somebody waits; set when a write or a session ends
+        self.room = RoomWatch()
         self._nap = trio.CancelScope()
         self._asleep_until = inf
         self.reception = Reception(
@@ -100,7 +103,11 @@ class Sender:
         try:
             reservation = self.reserve_nowait(key, plan)
         except NoRoom:
-            reservation = self._stage(key, await self._pool.reserve(plan.size, OUTBOUND), plan)
+            with self.room.waiting(plan.size):
+                if self.room.due < self._asleep_until:
+                    self._nap.cancel()
+                extent = await self._pool.reserve(plan.size, OUTBOUND)
+            reservation = self._stage(key, extent, plan)
         try:
             if reservation.by_gpu:
                 if not reservation.fill_nowait():
@@ -280,7 +287,7 @@ class Sender:
     async def sweep(self) -> None:
         """Wake at the next deadline of the book, and only then."""
         while True:
-            self._asleep_until = due = self.book.next_deadline()
+            self._asleep_until = due = min(self.book.next_deadline(), self.room.due)
             with trio.CancelScope(deadline=due) as self._nap:
                 await trio.sleep_forever()
             now = trio.current_time()
@@ -290,6 +297,8 @@ class Sender:
             self.book.expire(now)
             self._tell_expired()
             self._tell_silent()
+            quarantined = sum(doubt.size for doubt in self.book.doubts())
+            self.room.tell(now, self._pool.statistics(), self.book.shelf.held(), quarantined)
             self._quarantine.tell(self.book.doubts(), trio.current_time())
             self.flush()
 

@@ -88,6 +88,7 @@ class ConnectorStatistics:
         events: Everything else that was counted.
         in_flight: Writes that the engine has not ended.
         parked: Gets and interests that wait.
+        waiting_puts: Puts that wait for room in the pool.
         peers: Established receivers and senders.
         quarantine: What is out of use because somebody may still touch it, the oldest first.
         senders: Where this connector gets from, and whether anybody is there.
@@ -106,3 +107,4 @@ class ConnectorStatistics:
     peers: int
     quarantine: tuple[Quarantined, ...] = ()
     senders: tuple[KnownSender, ...] = ()
+    waiting_puts: int = 0

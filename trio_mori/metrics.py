@@ -30,7 +30,7 @@ except ImportError as error:
 from ._connector import Connector
 from ._errors import ConnectorClosed, Misuse
 from ._portal import ask
-from ._statistics import ConnectorStatistics
+from ._statistics import ConnectorStatistics, SenderStanding
 from .blocking import BlockingConnector
 
 __all__ = ["ConnectorCollector"]
@@ -126,6 +126,8 @@ class _Families:
         self.quarantine = gauge("quarantine_bytes", "Memory in quarantine.", "peer", "reason")
         self.in_flight = gauge("writes_in_flight", "Writes that the engine has not ended.")
         self.parked = gauge("waiting_gets", "Gets that wait.")
+        self.waiting_puts = gauge("waiting_puts", "Puts that wait for room in the pool.")
+        self.senders = gauge("sender_connected", "Whether a sender that this connector gets from is there.", "peer")
         self.peers = gauge("peers", "Established receivers and senders.")
         self.payloads = counter("payloads", "Payloads moved.", "direction", "edge")
         self.bytes = counter("bytes", "Bytes moved.", "direction", "edge")
@@ -146,6 +148,9 @@ class _Families:
             self.quarantine.add_metric([name, peer, reason], size)
         self.in_flight.add_metric([name], now.in_flight)
         self.parked.add_metric([name], now.parked)
+        self.waiting_puts.add_metric([name], now.waiting_puts)
+        for sender in now.senders:
+            self.senders.add_metric([name, sender.address], float(sender.standing == SenderStanding.CONNECTED.value))
         self.peers.add_metric([name], now.peers)
         for direction, edges in (("put", now.put), ("got", now.got)):
             for edge, traffic in edges.items():

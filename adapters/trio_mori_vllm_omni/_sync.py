@@ -350,7 +350,9 @@ class SyncConnector:
             "pool_device": config.memory_pool_device,
             "pool_size": config.memory_pool_size,
             "engine_key": "",
-            **dict.fromkeys(("puts", "gets", "bytes_transferred", "errors", "timeouts", "parked", "peers"), 0),
+            **dict.fromkeys(
+                ("puts", "gets", "bytes_transferred", "errors", "timeouts", "parked", "waiting_puts", "peers"), 0
+            ),
             "pool": {},
         }
         try:
