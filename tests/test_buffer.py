@@ -433,7 +433,7 @@ async def main():
 kept = trio.run(main)
 kept[0].append(kept)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -477,7 +477,7 @@ import trio.testing
 trio.run(main)
 """
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
 
 

@@ -207,7 +207,7 @@ async def test_a_sender_whose_message_has_no_end_is_cut_off_and_dialled_again(
                 nursery.start_soon(listen)
                 while len(events) < 4:
                     await ask(link, b"meanwhile")
-                    assert memory() - before < most
+                assert memory() - before < most
                 assert events == [Connected(), Disconnected(), Connected(), Arrived([b""])]
                 assert cut_off == [port]
             nursery.cancel_scope.cancel()
@@ -227,7 +227,7 @@ async def test_a_sender_that_is_cut_off_each_time_fills_no_log(
         await send_without_end(stream, EMPTY_PART * 32768, trio.Event())
 
     cut_off: list[int] = []
-    with trio.fail_after(LIMIT):
+    with trio.fail_after(3 * LIMIT):  # each time may take as long as a look at all connections
         async with trio.open_nursery() as nursery:
             [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
             nursery.start_soon(trio.serve_listeners, serve, [listener])

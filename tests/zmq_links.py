@@ -90,7 +90,7 @@ def run_script(script: str) -> str:
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=120,
         check=False,
     )
     assert result.returncode == 0, result.stderr
