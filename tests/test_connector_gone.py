@@ -8,7 +8,7 @@ import trio.testing
 from rig import UNIT, assert_free, begin, fill_receiver, filled, open_pair, wait_until
 from trio.testing import MockClock
 
-from trio_mori import Expired, Gone, KeyBusy
+from trio_mori import Expired, Gone, KeyBusy, NotReady
 
 pytestmark = pytest.mark.deterministic
 
@@ -121,3 +121,33 @@ async def test_a_put_on_a_key_that_is_being_transferred_is_refused_without_a_tra
         await pair.put("k", b"second")
         assert await pair.get("k") == b"second"
         await pair.assert_whole()
+
+
+async def test_whoever_gets_what_expired_is_told_its_size_its_time_to_live_and_what_to_do(clock: MockClock) -> None:
+    async with open_pair(sender={"buffer_ttl_seconds": 10}) as pair:
+        await pair.put("k", filled(1000))
+        clock.jump(10)
+        await wait_until(lambda: pair.sender.statistics().events["out_expired"])
+        with pytest.raises(Expired) as caught:
+            await pair.get("k")
+    text = str(caught.value)
+    assert "'k@0_1' expired at the sender tcp://127.0.0.1:" in text
+    assert "(1000 bytes, not fetched within 10 s): get it sooner, or raise buffer_ttl_seconds" in text
+    assert text == text.strip()
+
+
+async def test_whoever_gets_what_was_cleaned_up_is_told_its_size_and_what_a_get_waits_for() -> None:
+    async with open_pair() as pair:
+        await pair.put("k", filled(1000))
+        await pair.sender.cleanup("k")
+        with pytest.raises(Gone, match=r"\(1000 bytes\): it was cleaned up, or .* waits until it is put again$"):
+            await pair.get("k")
+        pair.sender.lose("0", "1", "k")
+        with pytest.raises(Gone, match=r"sender tcp://127.0.0.1:\d+: it was cleaned up"):
+            await pair.get("k")
+
+
+async def test_whoever_asks_too_early_is_told_to_ask_again_or_to_wait() -> None:
+    async with open_pair() as pair:
+        with pytest.raises(NotReady, match="ask again later, or wait for it in get"):
+            pair.get_nowait("k")

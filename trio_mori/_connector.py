@@ -148,7 +148,9 @@ class Connector:
         if self._closed:
             raise ConnectorClosed("wait_listening after the connector was closed")
         if self._port is None:
-            raise WrongRole("wait_listening on a connector of role receiver, which never listens")
+            raise WrongRole(
+                "wait_listening on a connector of role receiver, which never listens; leave it out, or set role both"
+            )
         await self._port.wait_listening()
 
     def _require_port(self, key: str) -> Port:

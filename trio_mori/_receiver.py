@@ -157,7 +157,7 @@ class Receiver:
                 quarantined=self.book.quarantined,
             )
         if not interest.settled:
-            raise NotReady(f"{key!r} has not come from {endpoint.address} yet")
+            raise NotReady(f"{key!r} has not come from {endpoint.address} yet; ask again later, or wait for it in get")
         del upstream.parked[key]
         self._check(interest)
         return self._begin(interest)
@@ -354,11 +354,17 @@ class Receiver:
         key, endpoint = interest.key, self._upstream_of(interest.channel).endpoint
         if code == wire.EXPIRED:
             raise Expired(
-                f"{key!r} expired at the sender {endpoint.address}: nobody fetched it in time. {detail}", key=key
+                f"{key!r} expired at the sender {endpoint.address}{detail and f' ({detail})'}: get it sooner, or raise "
+                "buffer_ttl_seconds there; a get that begins now waits until it is put again",
+                key=key,
             )
         if code == wire.GONE:
             why = "it was cleaned up, or its stream has ended"
-            raise Gone(f"{key!r} was dropped by the sender {endpoint.address}: {why}", key=key)
+            raise Gone(
+                f"{key!r} was dropped by the sender {endpoint.address}{detail and f' ({detail})'}: {why}; a get that "
+                "begins now waits until it is put again",
+                key=key,
+            )
         if code == book.TOO_BIG:
             raise TooBig(
                 f"{key!r} can never be received here, and stays at the sender {endpoint.address}: {detail}",
@@ -376,7 +382,7 @@ class Receiver:
         if code == wire.LIMIT:
             raise NoRoom(f"get of {key!r} refused by the sender {endpoint.address}: {detail}", size=0, free=0)
         raise TransferFailed(
-            f"{key!r} could not be moved here, and stays at the sender {endpoint.address}: {detail}",
+            f"{key!r} could not be moved here, and stays at the sender {endpoint.address}: {detail}; get it again",
             settled=interest.extent is None,
         )
 
@@ -604,6 +610,7 @@ def _restore_on(stream: torch.cuda.Stream | None, arrival: Arrival | StockArriva
 
 def _replaced(key: str, endpoint: Endpoint) -> PeerRestarted:
     return PeerRestarted(
-        f"{key!r} will not come from the sender {endpoint.address}: a stock sender took its place",
+        f"{key!r} will not come from the sender {endpoint.address}: a stock sender took its place; a stream does "
+        "not outlive its sender, begin it again",
         peer=endpoint.address,
     )

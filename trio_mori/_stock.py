@@ -156,7 +156,7 @@ class StockSender:
             attempt = self._attempts[key] = _Attempt()
             self._nursery.start_soon(self._attempt, attempt, key, known)
         if not attempt.over:
-            raise NotReady(f"{key!r} has not come from {self._name} yet")
+            raise NotReady(f"{key!r} has not come from {self._name} yet; ask again later, or wait for it in get")
         del self._attempts[key]
         if attempt.error is not None:
             raise attempt.error
@@ -246,12 +246,13 @@ class StockSender:
         if answer is None:
             held = f"{size} bytes of the pool are in quarantine until it comes" if socket.asked else "it was not asked"
             raise TransferFailed(
-                f"pull of {key!r} from {self._name}: no answer within {seconds:g} s; {held}", settled=not socket.asked
+                f"pull of {key!r} from {self._name}: no answer within {seconds:g} s; {held}; get it again",
+                settled=not socket.asked,
             )
         if answer != wire.TRANSFER_DONE:
             raise TransferFailed(
                 f"pull of {key!r} refused by {self._name} (trans_error): it has not {size} bytes under that key, or "
-                "its engine failed; the payload, if there is one, stays there"
+                "its engine failed; the payload, if there is one, stays there: get it again"
             )
         return extent
 

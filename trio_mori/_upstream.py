@@ -453,7 +453,7 @@ class Upstream:
         ours = names_of(self._around.engine)
         return EngineMismatch(
             f"no way for the sender {self.endpoint.address} to write into this pool: {body.detail} "
-            f"(ours: {', '.join(ours)}; its: {', '.join(body.engines)})",
+            f"(ours: {', '.join(ours)}; its: {', '.join(body.engines)}); give both ends one backend_type, or auto",
             ours=ours,
             theirs=tuple(body.engines),
         )

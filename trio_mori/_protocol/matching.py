@@ -48,8 +48,8 @@ class Matching:
         entry = self._shelf.find(fetch.key)
         if entry is not None:
             self.match(entry)
-        elif reason := self._shelf.exhume(fetch.key):
-            self.fail(fetch, reason, "", settled=True)
+        elif tombstone := self._shelf.exhume(fetch.key):
+            self.fail(fetch, tombstone.reason, tombstone.detail, settled=True)
 
     def requeue(self, fetch: Fetch) -> None:
         """Its payload was replaced or went to others before it had it: first in the queue again."""
@@ -116,14 +116,14 @@ class Matching:
         self._shelf.republish(entry)
         self.match(entry)
 
-    def bury(self, key: str, reason: int) -> None:
+    def bury(self, key: str, reason: int, size: int = 0) -> None:
         """A payload is gone: let somebody know, unless a newer one is there."""
         if self._shelf.find(key) is None:
-            self.lose(key, reason)
+            self.lose(key, reason, size)
 
-    def lose(self, key: str, reason: int) -> None:
+    def lose(self, key: str, reason: int, size: int = 0) -> None:
         """Nothing comes under a key, after what is there: tell the first that waits for it, or whoever asks next."""
-        self._shelf.bury(key, reason)
+        self._shelf.bury(key, reason, size)
         fetch = next((f for f in self.waiting.get(key, ()) if f.session.connected), None)
         if fetch is not None:
             self.look_for(fetch)

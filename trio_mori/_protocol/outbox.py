@@ -130,7 +130,7 @@ class Outbox:
         dropped = [e for e in entries if e.phase is not Phase.DYING]
         for entry in dropped:
             entry.is_forgotten = not tell
-            self._give_up(entry, wire.GONE, "the sender cleaned it up")
+            self._give_up(entry, wire.GONE)
         self.counters.cleaned += len(dropped)
         return len(dropped)
 
@@ -138,18 +138,18 @@ class Outbox:
         """Nothing comes under a key, after what is there: tell the first that waits for it, or whoever asks next."""
         self._matching.lose(key, wire.GONE)
 
-    def _give_up(self, entry: Entry, code: int, detail: str) -> None:
+    def _give_up(self, entry: Entry, code: int) -> None:
         holder, phase = entry.holder, entry.phase
         newest = self.shelf.find(entry.key) is entry
         self.shelf.drop(entry)
         if isinstance(holder, Fetch) and holder.state is Want.OFFERED:
-            self._matching.fail(holder, code, detail, settled=True)
+            self._matching.fail(holder, code, self.shelf.describe(code, entry.size), settled=True)
         elif entry.is_forgotten:
             pass
         elif isinstance(holder, Fetch) and holder.state is Want.DELIVERED and newest:
             holder.lost = code
         elif phase is Phase.PUBLISHED or (phase is Phase.CLAIMED and not _is_writing(holder)):
-            self._matching.bury(entry.key, code)  # who is being written to is told when that ends
+            self._matching.bury(entry.key, code, entry.size)  # who is being written to is told when that ends
 
     # --- receivers' sessions ------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Outbox:
                 self.forgotten.append(session)
                 return
         limit = self._limits.max_sessions
-        raise NoRoom(f"{limit} receivers are connected, which is the most (max_peers)", size=1, free=0)
+        raise NoRoom(f"{limit} receivers are connected, which is the most: raise max_peers", size=1, free=0)
 
     def disconnected(self, session: Session) -> None:
         """Its link broke. Writes under way go on; none is started until it is back."""
@@ -262,7 +262,7 @@ class Outbox:
         for entry in self.shelf.expired(now):
             self.counters.expired += 1
             self.expired.append(entry.key)
-            self._give_up(entry, wire.EXPIRED, f"not fetched within {self._limits.ttl:g} s")
+            self._give_up(entry, wire.EXPIRED)
         for session in silent:
             self._fetches.lapse(session)
         self.pulls.expire(now)

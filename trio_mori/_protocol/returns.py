@@ -65,7 +65,8 @@ class Returns:
         """The one incarnation of the sender that would have done is gone."""
         restarted = reason == PEER_RESTARTED
         end = interest.channel.end or ENDED
-        self._asking.fail(interest, reason, "its process was replaced by another" if restarted else end)
+        why = "its process was replaced by another" if restarted else end
+        self._asking.fail(interest, reason, f"{why}; a stream does not outlive its sender, begin it again")
         self.vanish(interest)
 
     def vanish(self, interest: Interest) -> None:

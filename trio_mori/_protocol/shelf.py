@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import attrs
+
 from .._errors import KeyBusy
+from . import wire
 from .alarm import Alarm
 from .entries import ENTRY_TABLE, Entry, Event, Phase, step
 from .extents import Extent, Extents
@@ -13,6 +16,19 @@ from .keys import edge_of, names_of
 # Keys whose payload expired or was cleaned up, remembered until the next fetch has been told. A fetch that finds
 # nothing simply waits, so that forgetting the oldest costs an answer, not correctness; 65,536 keys are about 20 MB.
 MAX_TOMBSTONES = 65536
+
+
+@attrs.frozen
+class Tombstone:
+    """What is remembered of a payload that is gone.
+
+    Attributes:
+        reason: A code of `wire.Failed`.
+        detail: What the next fetch is told beside that.
+    """
+
+    reason: int
+    detail: str
 
 
 class Shelf:
@@ -32,7 +48,7 @@ class Shelf:
         self._filed: dict[Entry, None] = {}
         self._by_key: dict[str, Entry] = {}
         self._by_name: dict[str, dict[Entry, None]] = {}
-        self._tombstones: OrderedDict[str, int] = OrderedDict()
+        self._tombstones: OrderedDict[str, Tombstone] = OrderedDict()
         self._buried: dict[str, dict[str, None]] = {}  # their keys, by name
 
     def stage(self, key: str, extent: Extent) -> Entry:
@@ -126,18 +142,25 @@ class Shelf:
                 if not namesakes:
                     del self._by_name[name]
 
-    def bury(self, key: str, reason: int) -> None:
-        """Remember why a key's payload is gone, for the next fetch."""
-        self._tombstones[key] = reason
+    def bury(self, key: str, reason: int, size: int = 0) -> None:
+        """Remember why a key's payload, of so many bytes if that is known, is gone: for the next fetch."""
+        self._tombstones[key] = Tombstone(reason, self.describe(reason, size))
         self._tombstones.move_to_end(key)
         for name in names_of(key):
             self._buried.setdefault(name, {})[key] = None
         if len(self._tombstones) > MAX_TOMBSTONES:
             self._unbury(next(iter(self._tombstones)))
 
-    def exhume(self, key: str) -> int:
-        """Why a key has no payload, once; 0 if nothing is known or there is one."""
-        return self._unbury(key) if key in self._tombstones and key not in self._by_key else 0
+    def describe(self, reason: int, size: int) -> str:
+        """What is told of a payload that is gone, beside why."""
+        parts = [f"{size} bytes"] if size else []
+        if reason == wire.EXPIRED:
+            parts.append(f"not fetched within {self._ttl:g} s")
+        return ", ".join(parts)
+
+    def exhume(self, key: str) -> Tombstone | None:
+        """Why a key has no payload, once; None if nothing is known or there is one."""
+        return self._unbury(key) if key in self._tombstones and key not in self._by_key else None
 
     def forget(self, name: str, edge: str | None) -> None:
         """Let nobody know why payloads with that key or of that request are gone."""
@@ -145,7 +168,7 @@ class Shelf:
             if edge is None or edge_of(key) == edge:
                 self._unbury(key)
 
-    def _unbury(self, key: str) -> int:
+    def _unbury(self, key: str) -> Tombstone:
         for name in names_of(key):
             keys = self._buried[name]
             del keys[key]
