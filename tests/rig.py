@@ -144,6 +144,20 @@ def begin(nursery: trio.Nursery, function: Callable[..., Awaitable[object]], *ar
     return outcome
 
 
+class Sleeps(trio.abc.Instrument):
+    """How often the run has slept, and how often it only looked whether there was something."""
+
+    def __init__(self) -> None:
+        self.slept = 0
+        self.looked = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        if timeout > 0:
+            self.slept += 1
+        else:
+            self.looked += 1
+
+
 class Crash(Exception):
     """What ends a stage that is crashed."""
 

@@ -6,27 +6,13 @@ import pytest
 import torch
 import trio
 import trio.testing
-from rig import begin, filled, open_pair
+from rig import Sleeps, begin, filled, open_pair
 from trio.testing import MockClock
 
 pytestmark = pytest.mark.deterministic
 
 LONG = 100_000
 SHORT = 1000
-
-
-class Sleeps(trio.abc.Instrument):
-    """How often the run has slept, and how often it only looked whether there was something."""
-
-    def __init__(self) -> None:
-        self.slept = 0
-        self.looked = 0
-
-    def before_io_wait(self, timeout: float) -> None:
-        if timeout > 0:
-            self.slept += 1
-        else:
-            self.looked += 1
 
 
 async def test_the_run_does_not_sleep_while_a_get_spins_and_other_tasks_have_their_turns(clock: MockClock) -> None:

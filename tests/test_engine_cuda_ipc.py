@@ -31,6 +31,8 @@ from trio_mori._engines import _cuda_ipc, _cuda_library
 from trio_mori._engines._cuda_owner import Memory, Owner, decode
 from trio_mori._engines._cuda_peer import CudaPeer
 from trio_mori._protocol.matching import Matching
+from trio_mori._reception import NativePeer
+from trio_mori._unix import UnixListener
 from trio_mori.abc import Descriptor, Engine, EnginePeer, Posted, Write
 from trio_mori.testing import EngineBench, FakeGpus
 from trio_mori.testing._engine_bench import Check, altered_descriptors
@@ -240,6 +242,36 @@ async def test_a_put_returns_while_its_payload_is_still_being_copied_to_a_get_th
         gpus.release()
         assert torch.equal(await outcome.wait(), filled(9))  # type: ignore[arg-type]
         assert source.statistics().in_flight == 0
+
+
+@deterministic
+async def test_who_waits_for_a_payload_is_nudged_as_its_copy_begins_and_nobody_else(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nudged: list[bytes] = []
+    monkeypatch.setattr(UnixListener, "nudge", lambda self, route: nudged.append(route))
+    pool = {"backend_type": "cuda_ipc", "memory_pool_device": "cuda:0", "memory_pool_size": POOL}
+    async with (
+        open_connector(sender_config(**pool)) as source,
+        open_connector(receiver_config(source, **pool)) as target,
+        trio.open_nursery() as nursery,
+    ):
+        source._pool.on_gpu = True  # as a real one would be
+        await source.put("0", "1", "first", filled(1))
+        await target.get("0", "1", "first")
+        assert source._sender is not None
+        (session,) = source._sender.book.sessions.values()
+        await wait_until(
+            lambda: isinstance(session.handle, NativePeer) and isinstance(session.handle.link, UnixListener)
+        )
+        outcome = begin(nursery, target.get, "0", "1", "k")
+        await wait_until(lambda: "k@0_1" in source_book(source).waiting)
+        await source.put("0", "1", "other", filled(9))
+        assert nudged == []
+        await source.put("0", "1", "k", filled(9))
+        assert isinstance(session.handle, NativePeer)
+        assert nudged == [session.handle.route]
+        assert torch.equal(await outcome.wait(), filled(9))  # type: ignore[arg-type]
 
 
 def source_book(source: Connector) -> Matching:

@@ -13,8 +13,9 @@ import pytest
 import trio
 import trio.testing
 from descriptors import no_descriptors_left
+from rig import Sleeps
 
-from trio_mori import PeerLost, _unix_transport
+from trio_mori import PeerLost, _unix, _unix_transport
 from trio_mori._unix import open_unix_dialler, open_unix_listener
 from trio_mori._unix_transport import PACKET, Listening
 from trio_mori.abc import Arrived, Connected, Disconnected, Link, LinkEvent
@@ -74,6 +75,57 @@ async def test_what_is_taken_without_waiting_does_not_come_again_and_the_rest_do
             assert events == []
             listener.send([b"two"], greeting.route)
         assert [each.frames for each in events if isinstance(each, Arrived)] == [[b"two"]]
+
+
+async def test_who_was_nudged_stays_awake_until_the_message_or_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = new_name()
+    sleeps = Sleeps()
+    async with open_unix_listener(name) as listener, open_unix_dialler(name) as dialler, trio.open_nursery() as nursery:
+        assert await next_event(dialler) == Connected()
+        dialler.send([b"hello"])
+        (greeting,) = await listener.receive()
+        assert isinstance(greeting, Arrived)
+        events: list[LinkEvent] = []
+
+        async def receive() -> None:
+            while True:
+                events.extend(await dialler.receive())
+
+        nursery.start_soon(receive)
+        await trio.testing.wait_all_tasks_blocked()
+        transport = dialler._transport
+        assert transport is not None
+        monkeypatch.setattr(_unix_transport, "AWAKE", 60)
+        listener.nudge(greeting.route)
+        while transport.awake_until < 0:
+            await trio.lowlevel.checkpoint()
+        trio.lowlevel.add_instrument(sleeps)
+        await trio.sleep(0.01)
+        assert events == []
+        assert sleeps.slept == 0
+        listener.send([b"one"], greeting.route)
+        await trio.testing.wait_all_tasks_blocked()
+        assert [each.frames for each in events if isinstance(each, Arrived)] == [[b"one"]]
+        await trio.sleep(0.01)
+        assert sleeps.slept > 0
+        trio.lowlevel.remove_instrument(sleeps)
+        assert transport.awake_until < 0
+        monkeypatch.setattr(_unix, "ASLEEP", 60)
+        listener.nudge(greeting.route)  # of whom it is taken that it is awake still
+        await trio.testing.wait_all_tasks_blocked()
+        assert transport.awake_until < 0
+        monkeypatch.setattr(_unix_transport, "AWAKE", 0.005)
+        monkeypatch.setattr(_unix, "ASLEEP", 0)
+        listener.nudge(greeting.route)
+        await trio.testing.wait_all_tasks_blocked()
+        assert 0 < transport.awake_until <= trio.current_time()
+        listener.send([b"two"], greeting.route)
+        await trio.testing.wait_all_tasks_blocked()
+        assert [each.frames for each in events[1:] if isinstance(each, Arrived)] == [[b"two"]]
+        listener.nudge(b"nobody")
+        nursery.cancel_scope.cancel()
 
 
 async def test_a_listener_hears_of_the_end_of_a_dialler_at_once() -> None:

@@ -97,6 +97,7 @@ class Sender:
                 stream = current_stream(self._pool.place)
                 if not stream.query():
                     await wait_over(mark(stream))
+                self._nudge(key)
             return await data.detach(OUTBOUND, lambda extent: self._publish_buffer(key, extent, size))
         await trio.lowlevel.checkpoint_if_cancelled()
         plan = data if isinstance(data, _payload.Plan) else plan_payload(data)
@@ -110,6 +111,9 @@ class Sender:
             reservation = self._stage(key, extent, plan)
         try:
             if reservation.by_gpu:
+                if plan.ready:
+                    await reservation.wait_ready()
+                self._nudge(key)
                 if not reservation.fill_nowait():
                     await reservation.fill_soon()
             elif plan.size <= INLINE_COPY:
@@ -124,6 +128,14 @@ class Sender:
         receipt = reservation.publish()
         await trio.lowlevel.cancel_shielded_checkpoint()  # last: the receiver is on its way already
         return receipt
+
+    def _nudge(self, key: str) -> None:
+        """Have the process of who waits for a key wake while its payload is being copied."""
+        fetch = self.book.next_fetch(key)
+        if fetch is not None:
+            receiver = fetch.session.handle
+            assert isinstance(receiver, NativePeer)
+            receiver.link.nudge(receiver.route)
 
     def put_nowait(self, key: str, data: object) -> Receipt:
         """As `put`, copying here and now, or not at all.

@@ -77,13 +77,13 @@ class Reservation:
         return self._plan.on_gpu or self._pool.on_gpu
 
     def fill_nowait(self) -> bool:
-        """As `fill`, where GPUs do all of it and it is over before others would have had a turn.
+        """As `fill`, where GPUs do all of it and it is over before others would have had a turn; once it is ready.
 
         Returns:
             False: call `fill_soon`, whatever of it was done here.
         """
         plan, pool = self._plan, self._pool
-        if plan.ready or not pool.on_gpu:
+        if not pool.on_gpu:
             return False
         self._open = False
         if not plan.size:
@@ -94,10 +94,15 @@ class Reservation:
         self._moments = [done]
         return is_over_soon(done)
 
+    async def wait_ready(self) -> None:
+        """Wait until the payload is complete, whatever its GPU has to do before."""
+        for ready in self._plan.ready:
+            await wait_over(ready)
+
     async def fill_soon(self) -> None:
         """As `fill`, in the connector's own thread and without holding it up, where a GPU has a part in the copy.
 
-        Cancellation: until the payload is complete, whatever its GPU has to do before. The copy itself is waited for.
+        Cancellation: before the copy is begun. The copy itself is waited for.
 
         Raises:
             UnsupportedPayload: as `fill`.
@@ -105,8 +110,8 @@ class Reservation:
         """
         self._open = False
         plan, pool = self._plan, self._pool
-        for ready in plan.ready:
-            await wait_over(ready)
+        if self._moments is None:
+            await trio.lowlevel.checkpoint_if_cancelled()
         with trio.CancelScope(shield=True):
             if self._moments is None:
                 target = pool.tensor(self._entry.extent, plan.size)

@@ -27,6 +27,9 @@ MAX_BYTES = 4 << 20
 # How the names of senders begin: nothing else is dialled because a peer said so.
 LOCAL_PREFIX = "trio-mori-"
 
+# Seconds after which nobody is taken to be awake still for what was said last.
+ASLEEP = 0.001
+
 # Connections that wait to be accepted.
 _BACKLOG = 128
 
@@ -60,10 +63,10 @@ class UnixDialler(_UnixLink):
 
     def receive_nowait(self) -> list[Arrived]:
         """What has arrived, before `receive`, which waits all the while, is woken for it; nothing of it comes twice."""
-        transport = self._transport
-        if transport is None or not transport.look():
+        if self._transport is None:
             return []
-        return self._read(transport, MAX_BATCH)
+        self._transport.expect()
+        return self._read(self._transport, MAX_BATCH)
 
     def lose(self, route: bytes) -> None:
         """The connection is over."""
@@ -81,6 +84,10 @@ class UnixListener(_UnixLink):
     @property
     def address(self) -> str:
         return f"unix:@{self.name}"
+
+    def nudge(self, route: bytes = b"") -> None:
+        if self._transport is not None and trio.current_time() - self._flushed_at > ASLEEP:
+            self._transport.nudge(route)
 
     def lose(self, route: bytes) -> None:
         """One connection is over."""

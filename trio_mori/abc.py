@@ -285,6 +285,9 @@ class Link(ABC):
             ConnectorClosed: the link is closed.
         """
 
+    def nudge(self, route: bytes = b"") -> None:  # noqa: B027 - a link may have no way
+        """Something will be said soon: let the peer's process wake for it meanwhile, if a link can. Says nothing."""
+
     @abstractmethod
     def recheck(self) -> None:
         """Look for messages that nobody was woken for; called at each heartbeat. A link that needs it counts what

@@ -94,6 +94,13 @@ class Matching:
         entry.holder, fetch.entry = fetch, entry
         self.serve(fetch, entry)
 
+    def next_fetch(self, key: str) -> Fetch | None:
+        """The first live fetch that waits for a key: what is published next is for that."""
+        for fetch in self.waiting.get(key, ()):
+            if fetch.session.connected:
+                return fetch
+        return None
+
     def serve(self, fetch: Fetch, entry: Entry) -> None:
         """Have the payload that a fetch claimed written to its destination, or ask for one that it fits."""
         # After a lapse nothing is given anew before the receiver has answered: it may have taken what it was given
@@ -124,6 +131,6 @@ class Matching:
     def lose(self, key: str, reason: int, size: int = 0) -> None:
         """Nothing comes under a key, after what is there: tell the first that waits for it, or whoever asks next."""
         self._shelf.bury(key, reason, size)
-        fetch = next((f for f in self.waiting.get(key, ()) if f.session.connected), None)
+        fetch = self.next_fetch(key)
         if fetch is not None:
             self.look_for(fetch)

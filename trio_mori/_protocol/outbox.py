@@ -84,6 +84,7 @@ class Outbox:
         self.stage: Final = shelf.stage
         self.unstage: Final = shelf.drop
         self.has_left: Final = roster.has_left
+        self.next_fetch: Final = matching.next_fetch
         self.excuse: Final = roster.excuse
         self.watch: Final = tickets.watch
         self.doubts: Final = tickets.doubts
