@@ -260,7 +260,7 @@ async def test_forged_descriptors_of_shared_memory_are_refused_once_each_and_not
                     [event] = await link.receive()
                     assert isinstance(event, Arrived)
                     assert isinstance(wire.decode_from_sender(event.frames), wire.Mismatch)
-                assert open_files() <= before
+                await wait_until(lambda: open_files() <= before)
                 assert sender.statistics().peers == 0
 
 
