@@ -18,16 +18,18 @@ ROWS, WIDTH = 512, 4096  # 8 MiB of float32
 
 
 async def parent() -> None:
-    """Put, start the child, and stay open until it has ended: what is put lives in this process."""
+    """Put, start the child, and stay open until it has fetched: what is put lives in this process."""
     config = ConnectorConfig(role="sender", host="127.0.0.1", zmq_port=0, memory_pool_size=POOL)
     async with trio_mori.open_connector(config) as conn:
         table = torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
         await conn.put("0", "1", "table", table)
         await conn.put("0", "1", "about", {"rows": ROWS, "checksum": table.double().sum()})
         port = conn.get_connection_info()["zmq_port"]
-        await trio.run_process([sys.executable, __file__, str(port)])
-        edge = conn.statistics().put["0_1"]
-        print(f"parent: put {edge.payloads} payloads, {edge.bytes} bytes")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.run_process, [sys.executable, __file__, str(port)])
+            await conn.drain()
+            edge = conn.statistics().put["0_1"]
+            print(f"parent: put {edge.payloads} payloads, {edge.bytes} bytes, and all were fetched")
 
 
 async def child(port: int) -> None:

@@ -238,6 +238,7 @@ if not child:
     with blocking.open_connector({{"role": "sender", "host": "127.0.0.1", "zmq_port": 0,
                                   "memory_pool_size": 1 << 20}}) as own:
         own.put("0", "1", "k", b"y")
+        own.cleanup("k")
     os._exit(7)
 print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 conn.put("0", "1", "l", b"z")

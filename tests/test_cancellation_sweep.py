@@ -181,6 +181,21 @@ class CleanupOfWhatWasAskedFor(Case):
         assert await self.pair.receiver.cleanup(self.key) == int(call.cancelled)
 
 
+class Drain(Case):
+    async def before(self) -> None:
+        await self.pair.put(self.key, filled(UNIT))
+
+    async def call(self) -> object:
+        return await self.pair.sender.drain()
+
+    async def meanwhile(self, call: Call) -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        assert torch.equal(await self.pair.get(self.key), filled(UNIT))
+
+    async def check(self, call: Call) -> None:
+        assert call.cancelled or call.value == 0
+
+
 class GetOfWhatIsThere(Case):
     size = UNIT
 
@@ -318,6 +333,7 @@ CASES = [
     PutOfABuffer,
     Cleanup,
     CleanupOfWhatWasAskedFor,
+    Drain,
     GetOfWhatIsThere,
     GetOfMuch,
     GetThatWaits,

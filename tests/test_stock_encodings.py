@@ -114,7 +114,7 @@ async def test_a_close_waits_for_an_encoding(monkeypatch: pytest.MonkeyPatch) ->
         over = trio.Event()
 
         async def drain() -> None:
-            await stand.sender._drain()
+            await stand.sender._wind_up()
             over.set()
 
         async with trio.open_nursery() as nursery:

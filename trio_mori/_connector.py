@@ -76,7 +76,8 @@ class Connector:
         self._endpoint = endpoint
         self._source: Endpoint | None = config.sender_endpoint
         self._closed = False
-        self._drained = False
+        self._wound_up = False
+        self._is_broken_off = False  # its block was left by an error or a cancellation
         self._ended_at = trio.current_time()  # moves on when it is closed
         self._errors = 0
 
@@ -125,6 +126,28 @@ class Connector:
             NoRoom, NotReady, WrongRole, TooBig, KeyBusy, PortHeld, BindFailed, ConnectorClosed: as `put_nowait`.
         """
         return self._require_port(key).reserve_nowait(full_key(key, from_stage, to_stage), plan)
+
+    async def drain(self) -> int:
+        """Wait until nothing that was put is held any more: it was fetched and acknowledged, expired or was cleaned up.
+
+        Before the block is left, for that drops what nobody has fetched. What is put meanwhile is waited for, too; what
+        several instances of a stage put at one address, together. A stock receiver does not acknowledge: what it
+        fetched counts as held until its next request, or for a few seconds.
+
+        Cancellation: at any time.
+
+        Returns:
+            How many payloads expired or were cleaned up meanwhile, instead of being fetched.
+
+        Raises:
+            ConnectorClosed: the connector was closed, and has dropped what was held.
+        """
+        if self._closed:
+            raise ConnectorClosed("drain after the connector was closed")
+        if self._port is None:  # a receiver holds nothing for others
+            await trio.lowlevel.checkpoint()
+            return 0
+        return await self._port.wait_empty()
 
     def has_place(self, from_stage: str, to_stage: str, key: str, size: int) -> bool:
         """Whether nothing lies under a key and so many bytes are free. In any thread; true of this moment only.
@@ -514,24 +537,25 @@ class Connector:
         if self._sender is not None:
             self._sender.stop()
 
-    async def _drain(self) -> None:
+    async def _wind_up(self) -> None:
         """End everything in order: waiting calls, destinations, writes. Called once, while the service still runs."""
         self._stop()
         deadline = trio.current_time() + self.config.close_grace
         quiet = await self._receiver.drain(deadline)
         if self._sender is not None:
-            await self._sender.drain(deadline)
+            told_at = logging.INFO if self._is_broken_off else logging.WARNING
+            await self._sender.drain(deadline, told_at=told_at)
         if not quiet:
             # A sender that went silent may still write into the pool: it must never be anything else.
             self._engine.abandon()
-        self._drained = True
+        self._wound_up = True
 
     async def _guard(self) -> None:
-        """End everything at once if the service ends without a drain, since it failed, or the drain took too long."""
+        """End everything at once if the service ends without a wind-up, since it failed, or that took too long."""
         try:
             await trio.sleep_forever()
         finally:
-            if not self._drained:
+            if not self._wound_up:
                 self._stop()
                 self._engine.abandon()
 
@@ -546,7 +570,8 @@ async def open_connector(
     """Open a stage's connector for the length of an ``async with`` block.
 
     A sender listens when the block is entered. Leaving it closes everything in order and within `close_grace`: calls
-    that wait end with `ConnectorClosed`, writes in flight are waited for, peers are told, the port is free.
+    that wait end with `ConnectorClosed`, writes in flight are waited for, peers are told, the port is free. What nobody
+    has fetched is dropped, with a warning in the log; `Connector.drain` waits until nothing of it is left.
 
     Args:
         config: A `ConnectorConfig`, or the `extra` of a deploy file.
@@ -593,7 +618,7 @@ async def open_connector(
 
         async def drain() -> None:
             if connector is not None:  # otherwise its port could not be opened
-                await connector._drain()
+                await connector._wind_up()
 
         # The grace is the drain's own; what is added here only bounds the farewell.
         async with open_service(drain=drain, drain_timeout=config.close_grace + 1) as nursery:
@@ -635,7 +660,11 @@ async def open_connector(
                 size,
                 extra={"event": OPEN, "size": size, **extra},
             )
-            yield connector
+            try:
+                yield connector
+            except BaseException:
+                connector._is_broken_off = True
+                raise
         logger.info("connector closed: %s", does, extra={"event": CLOSED, **extra})
 
 

@@ -46,6 +46,7 @@ class Entered(Generic[T]):
 
     Attributes:
         value: What it gave.
+        is_whole: The portal's close is the end of its block: it is left as if that had been reached, not cancelled.
     """
 
     value: T
@@ -56,7 +57,10 @@ class Entered(Generic[T]):
         what: str,
         factory: Callable[[], AbstractAsyncContextManager[T]],
         timeout: float | None,
+        *,
+        is_whole: bool = False,
     ) -> None:
+        self.is_whole = is_whole
         self._loop = loop
         self._what = what
         self._timeout = timeout
@@ -153,6 +157,11 @@ class Entered(Generic[T]):
         self._scope.cancel()
 
     async def cut(self) -> None:
-        """Leave it by a cancellation."""
-        self._scope.cancel()
+        """Leave it, for the portal is closed."""
+        if self.is_whole:
+            self._want(None)
+        else:
+            self._scope.cancel()
         await self._left.wait()
+        if self.is_whole and self._failure is not None:
+            self._loop.die(self._failure)

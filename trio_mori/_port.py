@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 import trio
 
@@ -17,6 +19,8 @@ from ._scope import open_service
 from ._sender import Sender
 from ._staging import Reservation
 from ._statistics import Receipt
+
+T = TypeVar("T")
 
 
 class _Family:
@@ -75,7 +79,7 @@ class Port:
         self._families: Families = {}
         self._family = _Family()
         self._opened: Address | None = None
-        self._borrowing: set[trio.CancelScope] = set()  # around puts to another instance's sender
+        self._borrowing: set[trio.CancelScope] = set()  # around calls of another instance's sender
 
     @property
     def _own(self) -> Address:
@@ -110,22 +114,22 @@ class Port:
                 elif eldest is self._opened:
                     return await eldest.sender.put(key, data)
                 else:
-                    return await self._borrow(eldest.sender, key, data)
+                    return await self._borrow(partial(eldest.sender.put, key, data), f"the put of {key!r}")
             except ConnectorClosed:
                 if eldest is self._own or eldest.standing is not Standing.CLOSING:
                     raise
             finally:
                 eldest.puts -= 1
 
-    async def _borrow(self, sender: Sender, key: str, data: object) -> Receipt:
+    async def _borrow(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         scope = trio.CancelScope()
         self._borrowing.add(scope)
         try:
             with scope:
-                return await sender.put(key, data)
+                return await call()
         finally:
             self._borrowing.remove(scope)
-        raise ConnectorClosed(f"the connector was closed during the put of {key!r}")
+        raise ConnectorClosed(f"the connector was closed during {what}")
 
     def put_nowait(self, key: str, data: object) -> Receipt:
         """See `Connector.put_nowait`."""
@@ -154,6 +158,13 @@ class Port:
             finally:
                 eldest.puts -= 1
 
+    async def wait_empty(self) -> int:
+        """See `Connector.drain`."""
+        eldest = self._eldest()
+        if eldest is self._opened:
+            return await eldest.sender.wait_empty()
+        return await self._borrow(eldest.sender.wait_empty, "drain")
+
     def cleanup(self, name: str, edge: str | None, *, tell: bool = True) -> int:
         """See `Connector.cleanup_nowait`."""
         members = self._family.members
@@ -167,7 +178,7 @@ class Port:
 
     def _eldest(self) -> Address:
         if self._own.standing is Standing.CLOSING:
-            raise ConnectorClosed("the connector was closed before the put had begun")
+            raise ConnectorClosed("the connector was closed before the call had begun")
         return self._family.members[0]
 
     async def _wait(self, eldest: Address) -> None:

@@ -259,15 +259,17 @@ class Portal:
         *,
         timeout: float | None = None,
         what: str = "a block",
+        is_whole: bool = False,
     ) -> Entered[T]:
         """Enter an async context manager in the loop, and hold it open there.
 
         Args:
             timeout: Seconds, for entering and for leaving it.
+            is_whole: Its block ends when the portal is closed, and is not broken off then.
 
         Raises: as `call`.
         """
-        entered = Entered(self, what, factory, timeout)
+        entered = Entered(self, what, factory, timeout, is_whole=is_whole)
         try:
             entered.value = self.call(entered.begin, timeout=timeout, what=what)
         except BaseException:

@@ -14,7 +14,7 @@ from . import _payload
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
 from ._errors import ConnectorClosed, NoRoom, TransferFailed
-from ._events import EXPIRED, PEER_LOST
+from ._events import EXPIRED, PEER_LOST, UNFETCHED
 from ._gpu import current_stream, mark, wait_over
 from ._pool import INLINE_COPY, Pool
 from ._protocol import wire
@@ -36,7 +36,7 @@ logger = logging.getLogger("trio_mori.sender")
 # How long a close waits for receivers to say that they heard of it. They answer within a round trip.
 FAREWELL = 0.25
 
-# Keys of expired payloads that one line of a log names; all are in its record.
+# Keys of payloads that one line of a log names; all are in its record.
 SHOWN = 5
 
 
@@ -80,6 +80,8 @@ class Sender:
         self._quarantine = QuarantineWatch(_name_of)
         self._settled = trio.Event()  # replaced whenever somebody waits; set when a write or a session ends
         self.room = RoomWatch()
+        self._emptied: trio.Event | None = None  # while somebody waits for it: nothing is held, or it never will be so
+        self._is_cut_off = False  # closed while something was held
         self._nap = trio.CancelScope()
         self._asleep_until = inf
         self.reception = Reception(
@@ -207,6 +209,29 @@ class Sender:
         """Let whoever waits for a key, or asks next, know that nothing comes under it. Takes no room."""
         self.book.lose(key)
         self.flush()
+
+    async def wait_empty(self) -> int:
+        """See `Connector.drain`."""
+        counters = self.book.counters
+        before = counters.expired + counters.cleaned
+        await trio.lowlevel.checkpoint()
+        # Somebody may put again before this has its turn: it returns only when nothing is held as it returns.
+        while self._is_cut_off or not self.book.shelf.is_empty:
+            if self.closing:
+                raise ConnectorClosed(
+                    "the connector was closed before all that was put had been fetched; the rest was dropped"
+                )
+            if self._emptied is None:
+                self._emptied = trio.Event()
+                self.book.shelf.on_empty = self._note_empty
+            await self._emptied.wait()
+        return counters.expired + counters.cleaned - before
+
+    def _note_empty(self) -> None:
+        self.book.shelf.on_empty = None
+        if self._emptied is not None:
+            self._emptied.set()
+            self._emptied = None
 
     # --- what the book left to do -------------------------------------------------------------------------
 
@@ -349,22 +374,45 @@ class Sender:
 
     def stop(self) -> None:
         """Publish nothing and begin no write from now on. Idempotent."""
-        self.closing = True
+        if not self.closing:
+            self.closing = True
+            self._is_cut_off = not self.book.shelf.is_empty
+            self._note_empty()
         self.book.stop()
 
-    async def drain(self, deadline: float) -> bool:
-        """Wait for the writes and copies under way, then tell the receivers. False: some have not ended."""
+    async def drain(self, deadline: float, *, told_at: int) -> bool:
+        """Wait for the writes and copies under way, then tell the receivers. False: some have not ended.
+
+        Args:
+            told_at: Level at which it is logged that payloads are dropped.
+        """
         self.stop()
         await self._wait_until(lambda: not self.book.is_touched, deadline)
         ended = not self.book.is_touched
         if not ended:
             self._engine.abandon()
+        self._tell_unfetched(told_at)
         self.book.leave()
         self.flush()
         connected = any(s.connected for s in self.book.sessions.values())
         if connected:
             await self._wait_until(lambda: not self.book.sessions, trio.current_time() + FAREWELL)
         return ended
+
+    def _tell_unfetched(self, level: int) -> None:
+        dropped = self.book.shelf.unfetched()
+        if dropped:
+            keys, size = [entry.key for entry in dropped], sum(entry.size for entry in dropped)
+            logger.log(
+                level,
+                "%d payloads (%d bytes) are dropped with their connector, for nobody has fetched them: %s%s; "
+                "`drain()` before it is closed waits until they are fetched",
+                len(keys),
+                size,
+                ", ".join(keys[:SHOWN]),
+                ", ..." if len(keys) > SHOWN else "",
+                extra={"event": UNFETCHED, "keys": keys, "count": len(keys), "size": size},
+            )
 
     async def say_farewell(self) -> None:
         """Send the receivers away, for another sender takes this one's place, and wait until they have heard.

@@ -109,10 +109,11 @@ class BlockingConnector:
         ValueError: a timeout that is not a number above zero.
     """
 
-    def __init__(self, portal: Portal, connector: Connector) -> None:
-        """Takes the portal over."""
+    def __init__(self, portal: Portal, connector: Connector, entered: Entered[Connector] | None = None) -> None:
+        """Takes the portal over, and the block of the connector there, unless others hold that open."""
         self._portal = portal
         self._connector = connector
+        self._entered = entered
 
     # --- put ----------------------------------------------------------------------------------------------
 
@@ -156,6 +157,11 @@ class BlockingConnector:
         """See `Connector.wait_listening`. Raises TimeoutError when nothing has decided it in time."""
         _check(timeout)
         self._portal.call(self._connector.wait_listening, timeout=timeout, what="wait_listening")
+
+    def drain(self, *, timeout: float | None = None) -> int:
+        """See `Connector.drain`. Raises TimeoutError when something is still held then."""
+        _check(timeout)
+        return self._portal.call(self._connector.drain, timeout=timeout, what="drain")
 
     # --- get ----------------------------------------------------------------------------------------------
 
@@ -287,6 +293,8 @@ class BlockingConnector:
     def close(self) -> None:
         """Close it in order; see `trio_mori.open_connector`. Idempotent, from any thread.
 
+        What nobody has fetched is dropped; `drain` before waits until nothing of it is left.
+
         Calls that other threads have in progress end with `ConnectorClosed`, and streams as failed.
 
         Raises:
@@ -300,6 +308,8 @@ class BlockingConnector:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self._entered is not None:
+            self._entered.is_whole = False
         if self._portal.in_portal:  # a generator that is collected there: nothing may be waited for
             self._portal.stop()
             return
@@ -421,9 +431,11 @@ def open_connector(
     portal = Portal(grace=config.close_grace)
     try:
         entered = portal.enter(
-            partial(_connector.open_connector, config, payload_types=payload_types), what="open_connector"
+            partial(_connector.open_connector, config, payload_types=payload_types),
+            what="open_connector",
+            is_whole=True,
         )
-        return BlockingConnector(portal, entered.value)
+        return BlockingConnector(portal, entered.value, entered)
     except BaseException:
         portal.close()
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import attrs
 
@@ -36,6 +37,9 @@ class Shelf:
 
     An entry is *staged*, then *filed* under its key until it is dropped, acknowledged or replaced. A delivered
     entry whose key was taken by a newer one stays on the shelf, but is not found any more.
+
+    Attributes:
+        on_empty: Called whenever it has become empty, if there is one: whoever waits for that sets it.
     """
 
     def __init__(self, extents: Extents, ttl: float, alarm: Alarm) -> None:
@@ -50,6 +54,7 @@ class Shelf:
         self._by_name: dict[str, dict[Entry, None]] = {}
         self._tombstones: OrderedDict[str, Tombstone] = OrderedDict()
         self._buried: dict[str, dict[str, None]] = {}  # their keys, by name
+        self.on_empty: Callable[[], None] | None = None
 
     def stage(self, key: str, extent: Extent) -> Entry:
         """Take over an extent for a put that is under way; end it with `Outbox.publish` or `Outbox.unstage`."""
@@ -66,6 +71,15 @@ class Shelf:
     def pinned(self) -> bool:
         """Whether any entry is."""
         return any(entry.pins for entry in self._filed)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held for a receiver: what was put is delivered and acknowledged, or was given up."""
+        return not self._staged and all(entry.phase is Phase.DYING for entry in self._filed)
+
+    def unfetched(self) -> list[Entry]:
+        """What was put and no receiver has been given, oldest first."""
+        return [entry for entry in self._filed if entry.phase in (Phase.PUBLISHED, Phase.CLAIMED)]
 
     def check_free(self, key: str) -> None:
         """Whether a new payload may take this key.
@@ -111,6 +125,8 @@ class Shelf:
         if entry.pins:
             entry.phase = Phase.DYING
             self._unfile(entry)
+            if self.on_empty is not None and self.is_empty:
+                self.on_empty()
         else:
             self.free(entry, cause)
 
@@ -131,6 +147,8 @@ class Shelf:
             self._extents.free(entry.encoding.extent)
             entry.encoding = None
         self._extents.free(entry.extent)
+        if self.on_empty is not None and self.is_empty:
+            self.on_empty()
 
     def _unfile(self, entry: Entry) -> None:
         if self._by_key.get(entry.key) is entry:
