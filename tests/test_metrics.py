@@ -215,3 +215,25 @@ async def test_the_dashboard_asks_by_labels_that_exist_for_every_event_that_is_w
     told = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
     assert len(told) >= 8
     assert told <= set(shown.split("|"))
+
+
+async def test_every_counter_and_state_is_always_there_and_in_the_page() -> None:
+    collector = ConnectorCollector()
+    async with open_pair() as pair:
+        with collector.watching(pair.sender, "up"), collector.watching(pair.receiver, "down"):
+            before = await scrape(collector)
+            await pair.put("a", filled(1000))
+            between = await scrape(collector)
+            await pair.get("a")
+            after = await scrape(collector)
+    for name, label, header in (("events_total", "event", "counter"), ("pool_bytes", "state", "state")):
+        seen = [
+            {labels for found, labels in each.samples if found == f"trio_mori_{name}"} for each in (before, between)
+        ]
+        assert seen[0] == seen[1] == {labels for found, labels in after.samples if found == f"trio_mori_{name}"}
+        page = (DASHBOARD.parent / "operations.md").read_text(encoding="utf-8")
+        [table] = re.findall(rf"^\| {header} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+        told = {each for row in table.splitlines() for each in re.findall(r"`(\w+)`", row.split("|")[1])}
+        assert told == {dict(labels)[label] for labels in seen[0]}
+    assert between.value("pool_bytes", connector="up", state="published") == UNIT
+    assert after.value("pool_bytes", connector="up", state="published") == 0

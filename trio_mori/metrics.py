@@ -131,7 +131,9 @@ class _Families:
         self.peers = gauge("peers", "Established receivers and senders.")
         self.payloads = counter("payloads", "Payloads moved.", "direction", "edge")
         self.bytes = counter("bytes", "Bytes moved.", "direction", "edge")
-        self.events = counter("events", "What else was counted; see docs/operations.md.", "event")
+        self.events = counter(
+            "events", "What else was counted; all of them are in docs/operations.md, Metrics.", "event"
+        )
 
     def all(self) -> list[Metric]:
         return list(vars(self).values())

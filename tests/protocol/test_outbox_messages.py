@@ -279,7 +279,12 @@ def test_what_a_pool_is_held_for_adds_up() -> None:
     desk.fetch(session, 2, "pinned@0_1", room=4 * UNIT)
     ticket = desk.begun()
     held = desk.book.shelf.held()
-    assert held == {"delivered": 2 * UNIT, "published": UNIT, "staged": 3 * UNIT, "pinned": 4 * UNIT}
+    assert {state: size for state, size in held.items() if size} == {
+        "delivered": 2 * UNIT,
+        "published": UNIT,
+        "staged": 3 * UNIT,
+        "pinned": 4 * UNIT,
+    }
     assert sum(held.values()) + desk.pool.free_bytes == desk.pool.size
     assert desk.book.is_written_to(session)
     desk.end(ticket)

@@ -18,6 +18,9 @@ from .keys import edge_of, names_of
 # nothing simply waits, so that forgetting the oldest costs an answer, not correctness; 65,536 keys are about 20 MB.
 MAX_TOMBSTONES = 65536
 
+# What memory is held for.
+HELD_AS = ("pinned", *(phase.name.lower() for phase in Phase if phase is not Phase.FREED))
+
 
 @attrs.frozen
 class Tombstone:
@@ -213,11 +216,12 @@ class Shelf:
         return [*self._staged, *self._filed]
 
     def held(self) -> dict[str, int]:
-        """Bytes of the pool by what they are held for: a phase's name, or ``pinned``."""
-        total: dict[str, int] = {}
+        """Bytes of the pool by what they are held for: a phase's name, or ``pinned``; all of them, so that none comes
+        and goes.
+        """
+        total = dict.fromkeys(HELD_AS, 0)
         for entry in self.everything():
-            name = "pinned" if entry.pins else entry.phase.name.lower()
-            total[name] = total.get(name, 0) + sum(e.size for e in extents_of(entry))
+            total["pinned" if entry.pins else entry.phase.name.lower()] += sum(e.size for e in extents_of(entry))
         return total
 
 
