@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trio_mori import _config
 from trio_mori._config import KEYS, ConnectorConfig
 from trio_mori._deploy import DeployFile, Edge, load_deploy
 from trio_mori._errors import ConfigError
@@ -429,11 +430,11 @@ def test_a_bad_value_is_named_with_its_file_line_and_path(load: Load, keys: str,
         ("- stage_id: 0\n", 1, "a value of type list at top level is not allowed; give a mapping with stages in it"),
         ("", 1, "None at top level is not allowed"),
         ("just words", 1, "'just words' at top level is not allowed"),
-        ("a: 1\n", 1, "stages: None is not allowed; give a list of stages"),
+        ("a: 1\n", 1, "stages: it is missing; give a list of stages"),
         ("stage_args: []\n", 1, "the older layout, are not read"),
         ("a: 1\nstages: {}\n", 2, "stages: a value of type Section is not allowed; give a list of stages"),
         ("stages:\n- 1\n", 1, "1 is not allowed in it; each stage is a mapping"),
-        ("stages:\n- devices: 0\n", 2, "stage_id: None is not allowed; give an integer from 0"),
+        ("stages:\n- devices: 0\n", 2, "stage_id: it is missing; give an integer from 0"),
         ("stages:\n- stage_id: true\n", 2, "stage_id: True is not allowed"),
         ("stages:\n- stage_id: -1\n", 2, "stage_id: -1 is not allowed"),
         ("stages:\n- stage_id: '0'\n", 2, "stage_id: '0' is not allowed"),
@@ -441,7 +442,7 @@ def test_a_bad_value_is_named_with_its_file_line_and_path(load: Load, keys: str,
         ("connectors: []\nstages: []\n", 1, "connectors: a value of type list is not allowed; give a mapping"),
         ("connectors:\n  node: x\nstages: []\n", 2, "connectors.node: 'x' is not allowed; give a mapping with name"),
         ("connectors:\n  7: {name: x}\nstages: []\n", 2, "7 is no name"),
-        ("connectors:\n  node: {extra: {}}\nstages: []\n", 2, "connectors.node: name: None is not allowed"),
+        ("connectors:\n  node: {extra: {}}\nstages: []\n", 2, "connectors.node: name: it is missing; give Mori"),
         ("connectors:\n  node: {name: x, extra: []}\nstages: []\n", 2, "connectors.node.extra: a value of type list"),
     ],
 )
@@ -610,3 +611,84 @@ def test_a_file_is_a_deployment_or_a_config_error(load: Load, tree: object) -> N
     for stage in deploy.stages:
         with contextlib.suppress(ConfigError):
             assert deploy.config_for_stage(stage).stage_id == stage
+
+
+# --- misspelt keys ---
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What was warned of so far, without the directory of the file."""
+    monkeypatch.setattr(_config, "_warned", set())
+    return lambda: [record.getMessage().rpartition("/")[2] for record in caplog.records]
+
+
+@deterministic
+def test_a_misspelt_key_of_a_connector_is_warned_of_once_with_file_and_line(
+    load: Load, warnings: Callable[[], list[str]]
+) -> None:
+    text = CHAIN.replace("memory_pool_size", "memory_pol_size")
+    deploy = load(text)
+    deploy.config_for_stage(0)
+    deploy.config_for_stage(1)
+    assert warnings() == [
+        f"deploy.yaml, line {line_of(text, 'memory_pol_size')}: connectors.fabric: 'memory_pol_size' is no key of a "
+        "connector; it stays in extra: did you mean 'memory_pool_size' or 'memory_pool_device'?"
+    ]
+
+
+@deterministic
+@pytest.mark.parametrize(
+    ("text", "piece", "words"),
+    [
+        (
+            CHAIN.replace("async_chunk", "async_chunks"),
+            "async_chunks",
+            "'async_chunks' is not read; did you mean",
+        ),
+        (
+            CHAIN.replace("    input_connectors:", "    input_connector:", 1),
+            "input_connector:",
+            "stage 1: 'input_connector' is not read; did you mean 'input_connectors'?",
+        ),
+        (
+            CHAIN.replace("    extra:", "    extras:"),
+            "extras:",
+            "connectors.fabric: 'extras' is not read; did you mean 'extra'?",
+        ),
+    ],
+)
+def test_a_key_that_looks_like_one_that_is_read_is_warned_of_with_its_line(
+    load: Load, warnings: Callable[[], list[str]], text: str, piece: str, words: str
+) -> None:
+    with contextlib.suppress(ConfigError):  # without `extra` the engine may not fit
+        load(text)
+    [warning] = warnings()
+    assert warning.startswith(f"deploy.yaml, line {line_of(text, piece)}: {words}")
+
+
+@deterministic
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("connectors:", "conectors:", "connectors has none; did you mean 'connectors' by 'conectors' on line 4?"),
+        (
+            "stages:",
+            "stage:",
+            "give a list of stages; did you mean 'stages' by 'stage' on line 16?",
+        ),
+        ("stage_id: 1", "stageid: 1", "did you mean 'stage_id' by 'stageid' on line"),
+        ("name: Mori", "nam: Mori", "did you mean 'name' by 'nam' on line 6?"),
+    ],
+)
+def test_a_key_that_is_missing_and_may_be_there_misspelt_is_suggested(
+    load: Load, old: str, new: str, words: str
+) -> None:
+    assert words in str(refused(load, CHAIN.replace(old, new, 1)))
+
+
+@deterministic
+def test_keys_of_others_are_not_taken_for_misspelt_ones(load: Load, warnings: Callable[[], list[str]]) -> None:
+    others = "stage_args: []\nconnector_type: x\n"
+    load(others + CHAIN.replace("    devices:", "    stage_type: llm\n    engine_input_source: [0]\n    devices:"))
+    assert warnings() == []

@@ -19,6 +19,13 @@ from ._errors import ConfigError
 
 Kept = TypeVar("Kept", covariant=True)
 
+# How alike a key and a known one are where it is taken for a misspelling: 'stage' and 'stages' are, 'engine_args' and
+# 'stage_args' are not.
+_HARDLY_ANOTHER = 0.85
+
+# What a size may be written with, and how many times 1024 that is.
+_UNITS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
 # The longest piece of a given value that an error repeats: a line of a terminal.
 _SHOWN = 80
 
@@ -62,6 +69,12 @@ def near(word: object, known: Iterable[str]) -> str:
     return f"did you mean {' or '.join(repr(spellings[name]) for name in close)}?" if close else ""
 
 
+def misspelt(word: str, present: Iterable[object], known: Iterable[str]) -> str | None:
+    """The key among those present that was meant to be `word`, which is not among them: it is hardly another one."""
+    others = [key for key in present if isinstance(key, str) and len(key) <= _SHOWN and key not in known]
+    return next(iter(difflib.get_close_matches(word, others, n=1, cutoff=_HARDLY_ANOTHER)), None)
+
+
 def checked(check: Check[object], default: object, meaning: str) -> Any:
     """An attrs field whose values go through a check; a refusal is a `ConfigError`. Check and meaning are its metadata.
 
@@ -92,6 +105,7 @@ class Integer:
     also: tuple[int, ...] = ()
     note: str = ""
     multiple: int = 1
+    in_bytes: bool = False
 
     @property
     def allowed(self) -> str:
@@ -102,6 +116,8 @@ class Integer:
     def __call__(self, value: object) -> int:
         if isinstance(value, str) and value.strip().lstrip("+-").isdigit():
             raise NotAllowed("leave out the quotes")
+        if self.in_bytes and (size := _size_in_words(value)):
+            raise NotAllowed(f"write {size} for {value}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise NotAllowed
         if value in self.also:
@@ -109,6 +125,13 @@ class Integer:
         if not self.low <= value <= self.high:
             raise NotAllowed
         return -(-value // self.multiple) * self.multiple
+
+
+def _size_in_words(value: object) -> int:
+    """The bytes that a text such as 512MB or 1.5 GiB means; 0 if it means none."""
+    words = value.lower() if isinstance(value, str) else ""
+    found = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*([kmgt])(?:i?b)?\s*", words)
+    return 0 if found is None else int(float(found[1]) * 1024 ** _UNITS[found[2]])
 
 
 @attrs.frozen

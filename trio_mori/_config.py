@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -61,8 +61,11 @@ _HOSTS = Host((AUTO, *WILDCARDS))
 _SECONDS = Number("a finite number of seconds", above=0)
 _COUNT = Integer(1, _INT)
 _BACKENDS = Choice(
-    ("shm", "rdma", "xgmi", "cuda_ipc", "nixl", "auto"),
-    {"memory": "an in-process engine is handed to open_connector, not configured"},
+    ("shm", "rdma", "xgmi", "cuda_ipc", "auto"),
+    {
+        "memory": "an in-process engine is handed to open_connector, not configured",
+        "nixl": "nixl is not part of this release; rdma goes across hosts, too",
+    },
 )
 
 
@@ -149,7 +152,7 @@ class ConnectorConfig:
         "RDMA devices to use. Empty: those in $MORI_RDMA_DEVICES, or all. Ignored with a warning for xgmi.",
     )
     memory_pool_size: int = _key(
-        Integer(PAGE, 2**48, note=f" bytes, rounded up to {PAGE}", multiple=PAGE),
+        Integer(PAGE, 2**48, note=f" bytes, rounded up to {PAGE}", multiple=PAGE, in_bytes=True),
         1024**3,
         "Bytes of the one block of memory through which everything passes.",
     )
@@ -263,6 +266,14 @@ class ConnectorConfig:
     extra: Mapping[str, object] = attrs.field(factory=dict, converter=_read_only, eq=False, repr=False)
     """The whole mapping that `from_dict` was given, read-only, for stage code that reads keys of its own."""
 
+    def __new__(cls, **values: object) -> ConnectorConfig:
+        """As any class, but for keys that it does not know: a TypeError would suggest nothing."""
+        for key in values:
+            if key not in KEYS and key != "extra":
+                remedy = near(key, KEYS) or "keys of others go into a mapping, for from_dict"
+                raise ConfigError(f"{key}: it is no key of a connector; {remedy}", key=key, value=values[key])
+        return super().__new__(cls)
+
     def __attrs_post_init__(self) -> None:
         device, backend = self.memory_pool_device, self.backend_type
         if backend in ("xgmi", "cuda_ipc") and device == "cpu":
@@ -281,23 +292,29 @@ class ConnectorConfig:
         if 2 * self.heartbeat_interval > self.peer_timeout:
             why = f"with peer_timeout {self.peer_timeout:g}; give at most half of it: one late answer is no loss"
             raise _refused("heartbeat_interval", self.heartbeat_interval, why)
-        if self.fallback == "host" and backend in ("rdma", "nixl"):
+        if self.fallback == "host" and backend == "rdma":
             why = f"with backend_type {backend}, which has no other way; drop it, or set backend_type auto"
             raise _refused("fallback", "host", why)
         if self.fallback == "host" and backend == "shm":
-            _warn_once("fallback", "fallback: 'host' is ignored; shm moves all bytes by host memory, drop it")
+            warn_once("fallback", "fallback: 'host' is ignored; shm moves all bytes by host memory, drop it")
         if backend == "xgmi" and self.device_name:
-            _warn_once("device_name", f"device_name: {show(self.device_name)} is ignored; xgmi uses no RDMA device")
+            warn_once("device_name", f"device_name: {show(self.device_name)} is ignored; xgmi uses no RDMA device")
 
     @classmethod
     def from_dict(
-        cls, mapping: Mapping[str, object], *, source: str | None = None, where: str | None = None
+        cls,
+        mapping: Mapping[str, object],
+        *,
+        source: str | None = None,
+        where: str | None = None,
+        line_of: Callable[[str], int] | None = None,
     ) -> ConnectorConfig:
         """Check the `extra` of a connector. Keys that are not ours stay in `extra`; each is warned of once.
 
         Args:
             source: The file that it stands in, for messages.
             where: The path to it within that file, for messages.
+            line_of: The line of a key there, likewise.
 
         Raises:
             ConfigError: names key and value, and what is allowed.
@@ -312,13 +329,16 @@ class ConnectorConfig:
                     )
                 if key not in KEYS and key not in _OF_OTHERS:
                     remedy = near(key, (*KEYS, *_OF_OTHERS))
-                    _warn_once(
-                        key, f"{show(key)} is no key of a connector; it stays in extra{remedy and ': ' + remedy}"
-                    )
+                    text = f"{show(key)} is no key of a connector; it stays in extra{remedy and ': ' + remedy}"
+                    place = placed("", source, line_of and line_of(key), where)
+                    if place:
+                        warn_once(place + key, place + text)
+                        _warned.add(key)  # the same one again, where its file is not at hand
+                    warn_once(key, text)
             known: dict[str, Any] = {key: value for key, value in mapping.items() if key in KEYS}
             return cls(**known, extra=mapping)
         except ConfigError as error:
-            raise located(error, source, None, where) from None
+            raise located(error, source, line_of and line_of(error.key), where) from None
 
     @property
     def ttl(self) -> float:
@@ -358,10 +378,14 @@ KEYS = tuple(field.name for field in attrs.fields(ConnectorConfig) if "allowed" 
 
 def located(error: ConfigError, source: str | None, line: int | None, where: str | None) -> ConfigError:
     """The same error, saying where the value stands."""
+    return ConfigError(placed(str(error), source, line, where), key=error.key, value=error.value, source=source)
+
+
+def placed(text: str, source: str | None, line: int | None, where: str | None) -> str:
+    """A text that says where in a file what it is about stands."""
     place = ", ".join(part for part in (source, line and f"line {line}") if part)
     path = f"{where}: " if where else ""
-    text = f"{place}: {path}{error}" if place else f"{path}{error}"
-    return ConfigError(text, key=error.key, value=error.value, source=source)
+    return f"{place}: {path}{text}" if place else f"{path}{text}"
 
 
 def _refused(key: str, value: object, why: str) -> ConfigError:
@@ -380,7 +404,8 @@ def _rebuild(values: dict[str, Any], extra: dict[str, object]) -> ConnectorConfi
 _warned: set[str] = set()
 
 
-def _warn_once(key: str, message: str) -> None:
+def warn_once(key: str, message: str) -> None:
+    """Log a warning unless it was logged in this process."""
     if key not in _warned:
         _warned.add(key)
         _logger.warning("%s", message)
@@ -390,7 +415,7 @@ def warn_if_exposed(config: ConnectorConfig, hosts: ResolvedHost) -> None:
     """Say once if a word for `host` lets other machines connect, and no key is asked for."""
     outside = [host for host in hosts.bind if not _is_loopback(host)]
     if outside and config.host in (AUTO, *WILDCARDS):
-        _warn_once(
+        warn_once(
             "host",
             f"host: {show(config.host)} listens on {', '.join(outside)}, where other machines can connect and are not "
             "asked for a key; set curve_secret_key (docs/security.md), or host: 127.0.0.1 for stages of one machine",

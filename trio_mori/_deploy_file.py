@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from ._allowed import near, show
-from ._config import ConnectorConfig, located
+from ._allowed import misspelt, near, show
+from ._config import ConnectorConfig, located, placed, warn_once
 from ._errors import ConfigError
 from ._yaml import Section, read_yaml
 
 # The connectors that are ours, each with the engine that its name means where the file does not say.
 _ENGINES = {"MoriTransferEngineConnector": "rdma", "TrioMoriConnector": "shm"}
+
+# What is read of each part of the file.
+_TOP = ("stages", "connectors", "async_chunk")
+_STAGE = ("stage_id", "input_connectors", "output_connectors")
+_DEFINITION = ("name", "extra")
 
 # As many as `ConnectorConfig.stage_id` allows; ours have at most 16, for want of ports.
 _STAGES = 2**31 - 1
@@ -63,10 +68,7 @@ class Definition:
         if not self.is_ours:
             why = f"{show(self.name)} is not a connector of trio_mori; give {' or '.join(_ENGINES)}"
             raise self.refused("name", self.name, why)
-        try:
-            return ConnectorConfig.from_dict(self.values())
-        except ConfigError as error:
-            raise self.located(error) from None
+        return ConnectorConfig.from_dict(self.values(), source=self.path, where=self.where, line_of=self.line_of)
 
     def values(self) -> dict[str, object]:
         """Its keys, and the engine that its name means."""
@@ -132,6 +134,7 @@ class _Reader:
         top = read_yaml(self.path)
         if not isinstance(top, Section):
             raise self.refused("", top, 1, f"{show(top)} at top level is not allowed; give a mapping with stages in it")
+        self.warn_of_misspelt(top, _TOP)
         async_chunk = top.get("async_chunk", True)
         if not isinstance(async_chunk, bool):
             why = f"async_chunk: {show(async_chunk)} is not allowed; give true or false"
@@ -146,7 +149,8 @@ class _Reader:
         stages = self.stages(top)
         edges: dict[tuple[int, int], _End] = {}
         for stage_id, stage in stages.items():
-            for end in self.ends(stage_id, stage, definitions):
+            self.warn_of_misspelt(stage, _STAGE, f"stage {stage_id}")
+            for end in self.ends(stage_id, stage, definitions, self.meant(top, "connectors", _TOP)):
                 self.join(edges, end, stages)
         used = {end.definition.reference: end.definition for end in edges.values()}
         ordered = tuple(Edge(*edge, edges[edge].definition.reference) for edge in sorted(edges))
@@ -156,7 +160,9 @@ class _Reader:
         given = top.get("stages")
         if not isinstance(given, list):
             old = " (stage_args and runtime.connectors, the older layout, are not read)" if "stage_args" in top else ""
-            why = f"stages: {show(given)} is not allowed; give a list of stages{old}"
+            meant = self.meant(top, "stages", _TOP)
+            what = f"{show(given)} is not allowed" if "stages" in top else "it is missing"
+            why = f"stages: {what}; give a list of stages{old}{meant}"
             raise self.refused("stages", given, top.line_of("stages"), why)
         stages: dict[int, Section] = {}
         for stage in given:
@@ -165,7 +171,9 @@ class _Reader:
                 raise self.refused("stages", stage, top.line_of("stages"), why)
             number, line = stage.get("stage_id"), stage.line_of("stage_id")
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= _STAGES:
-                why = f"stage_id: {show(number)} is not allowed; give an integer from 0 to {_STAGES}"
+                what = f"{show(number)} is not allowed" if "stage_id" in stage else "it is missing"
+                meant = self.meant(stage, "stage_id", _STAGE)
+                why = f"stage_id: {what}; give an integer from 0 to {_STAGES}{meant}"
                 raise self.refused("stage_id", number, line, why)
             if number in stages:
                 first = stages[number].line_of("stage_id")
@@ -182,8 +190,11 @@ class _Reader:
             raise self.refused(reference, content, line, why)
         name = content.get("name")
         if not isinstance(name, str):
-            why = f"{where}: name: {show(name)} is not allowed; give {' or '.join(_ENGINES)}"
+            what = f"{show(name)} is not allowed" if "name" in content else "it is missing"
+            meant = self.meant(content, "name", _DEFINITION)
+            why = f"{where}: name: {what}; give {' or '.join(_ENGINES)}{meant}"
             raise self.refused("name", name, content.line_of("name"), why)
+        self.warn_of_misspelt(content, _DEFINITION, where)
         extra = self.section(content, "extra", "a mapping of keys", where)
         keys: dict[str, object] = {}
         lines = {"name": content.line_of("name")}
@@ -194,8 +205,12 @@ class _Reader:
             keys[key], lines[key] = value, extra.line_of(key)
         return Definition(self.path, reference, name, keys, in_place, line, lines)
 
-    def ends(self, stage_id: int, stage: Section, definitions: Mapping[str, Definition]) -> Iterator[_End]:
-        """The edges that a stage names, each seen from this stage."""
+    def ends(self, stage_id: int, stage: Section, definitions: Mapping[str, Definition], meant: str) -> Iterator[_End]:
+        """The edges that a stage names, each seen from this stage.
+
+        Args:
+            meant: Where the definitions may be, if they are not where they should.
+        """
         for side, prefix in (("input_connectors", "from_stage_"), ("output_connectors", "to_stage_")):
             section = self.section(
                 stage, side, f"a mapping of {prefix}N to the name of a connector", f"stage {stage_id}"
@@ -214,7 +229,8 @@ class _Reader:
                 else:
                     known = ", ".join(definitions) or "none"
                     remedy = near(content, definitions)
-                    why = f"{where}: {show(content)} is not defined; connectors has {known}{remedy and '; ' + remedy}"
+                    hint = f"{remedy and '; ' + remedy}{meant}"
+                    why = f"{where}: {show(content)} is not defined; connectors has {known}{hint}"
                     raise self.refused(found[0], content, line, why)
                 other = int(found[1])
                 edge = (other, stage_id) if side == "input_connectors" else (stage_id, other)
@@ -234,6 +250,20 @@ class _Reader:
             ours, theirs = end.definition.reference, first.definition.reference
             why = f"{text}: {ours} here, but {theirs} on line {first.line}; both ends name the same connector"
             raise self.refused("connectors", ours, end.line, why)
+
+    def meant(self, section: Section, key: str, known: Sequence[str]) -> str:
+        """For an error: that a key which is missing may be there, misspelt."""
+        found = None if key in section else misspelt(key, section, known)
+        return "" if found is None else f"; did you mean {show(key)} by {show(found)} on line {section.line_of(found)}?"
+
+    def warn_of_misspelt(self, section: Section, known: Sequence[str], where: str = "") -> None:
+        """Warn of keys that are passed over, as all that are not ours, and hardly mean anything else than ours do."""
+        for key in known:
+            found = misspelt(key, section, known)
+            if found is not None:
+                text = f"{show(found)} is not read; did you mean {show(key)}?"
+                line = section.line_of(found)
+                warn_once(f"{self.path}:{line}:{found}", placed(text, self.path, line, where or None))
 
     def section(self, parent: Section, key: str, what: str, where: str = "") -> Section:
         """A mapping that may be left out."""
