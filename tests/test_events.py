@@ -100,6 +100,7 @@ async def test_health_says_what_is_in_quarantine_for_whom_for_how_long_and_why(c
     async with open_pair(receiver={"heartbeat_interval": 50, "peer_timeout": 300}) as pair:
         async with trio.open_nursery() as nursery:
             outcome = await pair.hold_one(nursery, "k", filled(3 * UNIT))
+            await wait_until(lambda: is_local(pair.receiver))  # on the way there its sender is away for a moment
             outcome.scope.cancel()
             await outcome.over.wait()
             [piece] = pair.receiver.health()["quarantine"]
