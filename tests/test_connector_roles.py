@@ -32,6 +32,7 @@ from trio.testing import MockClock
 
 from trio_mori import (
     EngineMismatch,
+    KeyRefused,
     NoEndpoint,
     NotReady,
     PeerLost,
@@ -496,3 +497,13 @@ async def test_a_sender_process_that_is_stopped_is_lost_for_each_get_and_may_go_
                 process.send_signal(signal.SIGCONT)
                 await assert_free(conn)
             process.kill()
+
+
+async def test_a_payload_cannot_arrive_on_an_edge_that_is_spelled_alike() -> None:
+    async with open_pair() as pair:
+        with pytest.raises(KeyRefused):
+            await pair.sender.put("a_b", "c", "k", b"x")
+        with pytest.raises(KeyRefused):
+            await pair.receiver.get("a", "b_c", "k")
+        with pytest.raises(KeyRefused):
+            await pair.sender.cleanup("k", "a_b", "c")

@@ -31,7 +31,7 @@ from ._pool import Pool
 from ._port import Port, open_port
 from ._protocol import wire
 from ._protocol.extents import INBOUND, OUTBOUND, Extents
-from ._protocol.keys import full_key
+from ._protocol.keys import edge_name, full_key
 from ._receiver import Ask, Receiver
 from ._reception import NativePeer
 from ._scope import open_service
@@ -384,6 +384,7 @@ class Connector:
 
         Raises:
             ValueError: only one stage is given.
+            KeyRefused: an edge of stages that are named so cannot be.
         """
         await trio.lowlevel.checkpoint()
         return self.cleanup_nowait(key, from_stage, to_stage)
@@ -402,7 +403,7 @@ class Connector:
             raise ValueError(
                 f"cleanup of {key!r} names from_stage={from_stage!r} and to_stage={to_stage!r}; give both or neither"
             )
-        edge = None if from_stage is None else f"{from_stage}_{to_stage}"
+        edge = None if from_stage is None or to_stage is None else edge_name(from_stage, to_stage)
         dropped = self._receiver.cancel(key, edge)
         if self._port is not None:
             dropped += self._port.cleanup(key, edge, tell=tell)

@@ -32,7 +32,9 @@ class ConfigError(TrioMoriError, ValueError):
 
 
 class KeyRefused(TrioMoriError, ValueError):
-    """A key that cannot be sent: too long, no text, or text that has no form in UTF-8."""
+    """A key that cannot be sent: too long, no text, text that has no form in UTF-8; or one of stages whose names hold
+    '_' or '@', which divide the edge on the wire.
+    """
 
 
 class UnsupportedPayload(TrioMoriError, TypeError):

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trio_mori._protocol.keys import chunk_key, chunk_owner, edge_of, full_key, names_of
+from trio_mori._errors import KeyRefused
+from trio_mori._protocol.keys import chunk_key, chunk_owner, edge_name, edge_of, full_key, names_of
 
 deterministic = pytest.mark.deterministic
 
@@ -73,3 +76,31 @@ def test_any_request_is_found_by_any_of_its_chunks(request: str, source: str, ta
     assert chunk_owner(key) == request
     assert edge_of(key) == f"{source}_{target}"
     assert names_of(key) == (chunk_key(request, source, number), request)
+
+
+@deterministic
+@pytest.mark.parametrize(("source", "target"), [("a_b", "c"), ("a", "b_c"), ("_", "1"), ("0", "1@2"), ("x@0", "1")])
+def test_stages_whose_edge_another_edge_could_be_are_refused(source: str, target: str) -> None:
+    rule = r"from stage '.*' to '.*': the name of a stage has no '_' and no '@'.* write '-', or number the stages"
+    with pytest.raises(KeyRefused, match=rf"key 'k' {rule}"):
+        full_key("k", source, target)
+    with pytest.raises(KeyRefused, match=f"the edge {rule}"):
+        edge_name(source, target)
+    assert full_key("k_@_@0_1", "0", "1") == "k_@_@0_1@0_1", "in keys they may stand"
+    assert edge_name("thinker", "talker-2") == "thinker_talker-2"
+
+
+@given(
+    key=st.text(max_size=8), one=st.lists(st.text("ab_@", max_size=4), min_size=2, max_size=2), other=st.text("ab_@")
+)
+def test_no_two_edges_are_spelled_alike(key: str, one: list[str], other: str) -> None:
+    seen: dict[str, tuple[str, str, str]] = {}
+    for source, target in (
+        (one[0], one[1]),
+        (one[0] + "_" + other, one[1]),
+        (one[0], other + "_" + one[1]),
+        (other, one[1]),
+    ):
+        with contextlib.suppress(KeyRefused):
+            edge = (key, source, target)
+            assert seen.setdefault(full_key(*edge), edge) == edge

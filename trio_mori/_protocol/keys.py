@@ -10,7 +10,7 @@ def full_key(key: str, from_stage: str, to_stage: str) -> str:
     """The key on the wire: ``{key}@{from_stage}_{to_stage}``, as vllm-omni spells it.
 
     Raises:
-        KeyRefused: a peer would not accept it.
+        KeyRefused: a peer would not accept it, or could take it for the key of another edge.
     """
     if not (isinstance(key, str) and isinstance(from_stage, str) and isinstance(to_stage, str)):
         raise KeyRefused(f"key {key!r} from stage {from_stage!r} to {to_stage!r}: all three have to be strings")
@@ -19,12 +19,34 @@ def full_key(key: str, from_stage: str, to_stage: str) -> str:
         raise KeyRefused(
             f"key {full[:40]!r}... has {len(full)} characters with its edge; at most {MAX_KEY} are allowed: shorten it"
         )
+    if full.count("_", len(key)) != 1 or full.count("@", len(key)) != 1:
+        raise _ambiguous(f"key {key!r}", from_stage, to_stage)
     if not full.isascii():
         try:
             full.encode()
         except UnicodeEncodeError as error:
             raise KeyRefused(f"key {full!r} has no form in UTF-8 ({error.reason}): spell it without that") from None
     return full
+
+
+def edge_name(from_stage: str, to_stage: str) -> str:
+    """An edge as it stands in full keys.
+
+    Raises:
+        KeyRefused: another edge has the same name.
+    """
+    edge = f"{from_stage}_{to_stage}"
+    if edge.count("_") != 1 or "@" in edge:
+        raise _ambiguous("the edge", from_stage, to_stage)
+    return edge
+
+
+def _ambiguous(what: str, from_stage: str, to_stage: str) -> KeyRefused:
+    # Stage 'a_b' to 'c' and 'a' to 'b_c' are spelled alike, and stock peers know no other form.
+    return KeyRefused(
+        f"{what} from stage {from_stage!r} to {to_stage!r}: the name of a stage has no '_' and no '@', for they divide "
+        "the edge on the wire; write '-', or number the stages"
+    )
 
 
 def chunk_key(request_id: str, stage: str, number: int) -> str:
