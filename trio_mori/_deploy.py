@@ -93,6 +93,14 @@ class DeployFile:
         except ConfigError as error:
             raise located(error, self.path, None, f"stage {stage_id}") from None
 
+    def is_ours(self, edge: Edge) -> bool:
+        """Whether an edge goes by a connector that trio_mori can be."""
+        return self._definitions[edge.connector].is_ours
+
+    def name_of(self, edge: Edge) -> str:
+        """The name of the connector by which it goes, such as ``SharedMemoryConnector``."""
+        return self._definitions[edge.connector].name
+
     def _edges_of(self, stage_id: int, overrides: Mapping[str, object]) -> tuple[list[Edge], list[Edge]]:
         """The inputs, at most one, and the outputs, all through one definition, that a connector is to serve."""
         if stage_id not in self.stages:
