@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = commands.add_parser(
         "check",
         help="say what a deploy file comes to",
-        description="Read a deploy file of vllm-omni and print the connectors of each stage: edges, ports, and keys that "
-        "are not as by default. Nothing is opened. The exit status is 1 if anything is wrong.",
+        description="Read a deploy file of vllm-omni and print the connectors of each stage: edges, ports and keys "
+        "that are not as by default. Nothing is opened. The exit status is 1 if anything is wrong.",
     )
     check.add_argument("file", metavar="FILE", help="the deploy file")
     check.add_argument("--stage", type=int, metavar="N", help="only this one")

@@ -6,7 +6,7 @@ import attrs
 
 from ._config import KEYS, ConnectorConfig
 from ._deploy import DeployFile, Edge
-from ._endpoint import format_endpoint
+from ._endpoint import AUTO, WILDCARDS, format_endpoint
 from ._errors import ConfigError
 
 # Said in the first lines of a connector already.
@@ -75,10 +75,11 @@ def _describe(stage_id: int, config: ConnectorConfig, edges: list[Edge]) -> list
     names = ", ".join(dict.fromkeys(edge.connector for edge in edges))
     lines = [f"stage {stage_id}: {config.role}, {', '.join(map(str, edges))} by {names}"]
     if config.role != "receiver":
-        port = f"any free port of {config.host}"
-        if config.zmq_port:
-            port = format_endpoint(config.host, config.zmq_port)
-        lines.append(f"  listens at {port}")
+        if config.zmq_port and config.host not in (AUTO, *WILDCARDS):
+            place = format_endpoint(config.host, config.zmq_port)
+        else:
+            place = f"{f'port {config.zmq_port}' if config.zmq_port else 'any free port'} of host {config.host}"
+        lines.append(f"  listens at {place}")
     if config.role != "sender":
         source = config.sender_endpoint
         lines.append(f"  gets from {'whom update_sender_info names' if source is None else source.address}")
