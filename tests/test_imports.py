@@ -45,7 +45,7 @@ LAYERS = (
     ("_entered",),
     ("_portal",),
     ("blocking",),
-    ("testing", "metrics", "__main__"),
+    ("testing", "metrics", "aio", "__main__"),
 )
 
 # Layers whose modules know nothing of each other.

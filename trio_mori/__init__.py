@@ -6,8 +6,8 @@ async with trio_mori.open_connector(config) as conn:
     value = await conn.get("0", "1", "key")
 ```
 
-Everything public is here, in `trio_mori.blocking`, `trio_mori.abc` and `trio_mori.testing`. Names are imported when
-they are first used: importing the package loads neither torch nor zmq.
+Everything public is here, in `trio_mori.blocking`, `trio_mori.aio`, `trio_mori.abc` and `trio_mori.testing`. Names are
+imported when they are first used: importing the package loads neither torch nor zmq.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-_MODULES = frozenset({"abc", "blocking", "metrics", "testing"})
+_MODULES = frozenset({"abc", "aio", "blocking", "metrics", "testing"})
 
 __all__ = sorted(_HOME_OF)
 

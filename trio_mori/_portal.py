@@ -158,6 +158,28 @@ class _Task(_Call[T]):
         super().drop()
 
 
+class Submitted(_Task[T]):
+    """A task of the loop that no thread waits for. Made by `Portal.submit`."""
+
+    def __init__(
+        self, portal: Portal, what: str, function: Callable[[], Awaitable[T]], on_answer: Callable[[], None]
+    ) -> None:
+        super().__init__(portal, what, function, (), None)
+        self._on_answer = on_answer
+
+    def answer(self) -> None:
+        if not self._is_answered:
+            self._is_answered = True
+            self.portal.forget(self)
+            if not (self.abandoned or self.portal.exiting):
+                self._on_answer()
+
+    def abandon(self) -> None:
+        """Nobody takes the outcome: it is cancelled if it can still be, and what it has returned is dropped."""
+        super().abandon()
+        self.portal.forget(self)
+
+
 class Portal:
     """A thread that runs trio, and ways into it from other threads.
 
@@ -239,6 +261,38 @@ class Portal:
             ConnectorClosed, Misuse: as `call`.
         """
         return self._wait(_Step(self, what, function, args))
+
+    def submit(
+        self, function: Callable[[], Awaitable[T]], *, on_answer: Callable[[], None], what: str = "a call"
+    ) -> Submitted[T]:
+        """Run an async function as a task of the loop, and do not wait for it.
+
+        Args:
+            on_answer: Called once, soon and in the loop's thread, when there is an outcome, unless that was abandoned
+                before. `Submitted.result` then returns or raises at once, as `call` does. It must not raise.
+
+        Raises:
+            ConnectorClosed: the portal was closed, or its loop died, before.
+            Misuse: called in a forked child.
+        """
+        self._refuse_fork(what)
+        call = Submitted(self, what, function, on_answer)
+        try:
+            self._waiting[call] = None  # before it is sent, as in `_wait`
+            self._send(call.begin)
+        except trio.RunFinishedError:
+            self.forget(call)
+            self._over.wait()
+            self.death_is_told = True
+            raise self.closed_error(what, "came too late") from self.death
+        except BaseException:
+            call.abandon()
+            raise
+        return call
+
+    def forget(self, call: _Call[Any]) -> None:
+        """It needs no answer when the loop ends. Idempotent; from any thread."""
+        self._waiting.pop(call, None)
 
     def post(self, callback: Callable[[], object]) -> None:
         """Have something done in the loop, soon. From any thread, signal handler or finaliser. It must not raise.

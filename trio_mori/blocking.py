@@ -1,4 +1,4 @@
-"""The connector for code without an event loop: plain threads, and asyncio by way of ``asyncio.to_thread``.
+"""The connector for code without an event loop. For asyncio code there is `trio_mori.aio`.
 
 ```python
 from trio_mori import blocking
@@ -42,7 +42,7 @@ T = TypeVar("T")
 COPY_IN_LOOP = 1 << 18
 
 
-class _Held(Generic[T]):
+class Held(Generic[T]):
     """What is the loop's and a thread's for a moment. Whoever loses it, by whatever exception, gives it back."""
 
     def __init__(self, portal: Portal, value: T, give_back: Callable[[], object]) -> None:
@@ -77,11 +77,12 @@ class _Held(Generic[T]):
                 self._portal.post(self._drop)
 
 
-def _publish(held: _Held[Reservation]) -> Receipt:
+def _publish(held: Held[Reservation]) -> Receipt:
     return held.settle().publish()
 
 
-def _finish(held: _Held[Arrival | StockArrival]) -> None:
+def finish(held: Held[Arrival | StockArrival]) -> None:
+    """The payload is the caller's. In the loop."""
     # Closed in the meantime: the value is the caller's all the same. That the sender keeps the payload is what becomes
     # of any acknowledgement that is lost.
     with suppress(ConnectorClosed):
@@ -149,9 +150,9 @@ class BlockingConnector:
             raise
         return reservation.publish()
 
-    def _reserve(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> _Held[Reservation]:
+    def _reserve(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> Held[Reservation]:
         reservation = self._connector.reserve_nowait(from_stage, to_stage, key, plan)
-        return _Held(self._portal, reservation, reservation.release)
+        return Held(self._portal, reservation, reservation.release)
 
     def wait_listening(self, *, timeout: float | None = None) -> None:
         """See `Connector.wait_listening`. Raises TimeoutError when nothing has decided it in time."""
@@ -190,20 +191,20 @@ class BlockingConnector:
 
     async def _take(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None
-    ) -> _Held[Arrival | StockArrival]:
+    ) -> Held[Arrival | StockArrival]:
         arrival = await self._connector.take(from_stage, to_stage, key, metadata)
-        return _Held(self._portal, arrival, arrival.give_back)
+        return Held(self._portal, arrival, arrival.give_back)
 
     def _take_nowait(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None
-    ) -> _Held[Arrival | StockArrival]:
+    ) -> Held[Arrival | StockArrival]:
         arrival = self._connector.take_nowait(from_stage, to_stage, key, metadata)
-        return _Held(self._portal, arrival, arrival.give_back)
+        return Held(self._portal, arrival, arrival.give_back)
 
-    def _copy(self, held: _Held[Arrival | StockArrival]) -> object:
+    def _copy(self, held: Held[Arrival | StockArrival]) -> object:
         with held as arrival:
             value = arrival.restore()
-            self._portal.post(partial(_finish, held))
+            self._portal.post(partial(finish, held))
         return value
 
     def lease(
@@ -302,14 +303,19 @@ class BlockingConnector:
         """
         self._portal.close()
 
+    def break_off(self) -> None:
+        """It will be closed for an error's sake: what that drops is nothing to be warned of."""
+        if self._entered is not None:
+            self._entered.is_whole = False
+
     def __enter__(self) -> BlockingConnector:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and self._entered is not None:
-            self._entered.is_whole = False
+        if error is not None:
+            self.break_off()
         if self._portal.in_portal:  # a generator that is collected there: nothing may be waited for
             self._portal.stop()
             return
