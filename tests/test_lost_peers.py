@@ -54,7 +54,7 @@ async def test_a_receiver_that_left_is_watched_while_a_write_to_it_may_not_have_
         with pytest.raises(TransferFailed):
             await pair.get("k")
         await pair.sender.cleanup("k")
-        await pair.receiver._drain()
+        await pair.receiver._wind_up()
         monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers the one at its end
         await wait_until(lambda: pair.sender.statistics().peers == 0)
         assert pair.sender.statistics().held["pinned"] == UNIT

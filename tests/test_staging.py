@@ -154,7 +154,7 @@ async def test_a_close_waits_for_the_copy_into_the_pool_and_refuses_to_publish_i
         over = trio.Event()
 
         async def drain() -> None:
-            await pair.sender._drain()
+            await pair.sender._wind_up()
             over.set()
 
         nursery.start_soon(drain)
@@ -173,7 +173,7 @@ async def test_a_close_during_a_copy_out_of_the_pool_keeps_the_memory_and_the_pa
     async with open_pair(receiver={"close_grace": 0}) as pair:
         await pair.put("k", filled(1000))
         arrival = await pair.receiver.take("0", "1", "k")
-        await pair.receiver._drain()
+        await pair.receiver._wind_up()
         monkeypatch.setattr("trio_mori._receiver.FAREWELL", 0.01)  # nobody answers the one at its end
         assert torch.equal(arrival.restore(), filled(1000))
         with pytest.raises(ConnectorClosed):
