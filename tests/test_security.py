@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from math import inf
 from pathlib import Path
 
 import attrs
@@ -14,6 +15,7 @@ import pytest
 import torch
 import trio
 import trio.testing
+import zmq
 from ports import free_port
 from rig import (
     LIMIT,
@@ -34,6 +36,7 @@ from rig import (
 from stock_peers import open_stock_client, open_stock_server
 from stopwatch import Stopwatch
 from threads import count_threads
+from trio.testing import MockClock
 
 from trio_mori import (
     AuthenticationFailed,
@@ -48,6 +51,8 @@ from trio_mori import _config as configuration
 from trio_mori import _port as ports
 from trio_mori._key_files import load_keys, write_pair
 from trio_mori._keys import Keys
+from trio_mori._zmq_guard import Guard
+from trio_mori._zmq_socket import Happened
 from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic
@@ -477,3 +482,124 @@ async def test_it_closes_while_peers_are_in_the_middle_of_a_handshake(ring: Ring
     for stream in streams:
         stream.close()
     assert threading.active_count() < 50
+
+
+# --- what is logged of a refusal ------------------------------------------------------------------------------
+
+
+class Visitors:
+    """Refused connections to a guarded listener, as libzmq tells of them."""
+
+    def __init__(self, ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
+        self.guard = Guard(ring.keys("last", sender="last"), "tcp://here")
+        self._caplog = caplog
+
+    def come(self, failure: int, detail: int = 0, *, times: int = 1) -> None:
+        """From this host."""
+        for _ in range(times):
+            with (
+                socket.create_server(("127.0.0.1", 0)) as server,
+                socket.create_connection(server.getsockname()),
+                server.accept()[0] as accepted,
+            ):
+                self._refuse(accepted.fileno(), failure, detail)
+
+    def vanish(self, failure: int, detail: int = 0, *, times: int = 1) -> None:
+        """From somewhere, and gone before anybody can look from where."""
+        for _ in range(times):
+            self._refuse(-1, failure, detail)
+
+    def _refuse(self, descriptor: int, failure: int, detail: int) -> None:
+        self.guard.note(Happened(int(zmq.EVENT_ACCEPTED), descriptor))
+        self.guard.note(Happened(failure, detail))
+        self.guard.note(Happened(int(zmq.EVENT_DISCONNECTED), descriptor))
+
+    def told(self) -> list[str]:
+        """What was logged, by the words that tell the reasons apart."""
+        words = ("hung up", "no keys: a stock", "another key")
+        return [word for record in self._caplog.records for word in words if word in record.getMessage()]
+
+
+SILENT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+TELLING = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+
+
+@deterministic
+async def test_one_refusal_is_one_line_though_whoever_is_refused_dials_on_and_asks_why(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    visitors = Visitors(ring, caplog)
+    for _ in range(3):
+        visitors.vanish(SILENT)
+        visitors.vanish(*TELLING)
+        visitors.come(SILENT)
+    assert visitors.told() == []
+    visitors.come(*TELLING, times=2)
+    visitors.guard.tell_held(inf)
+    for _ in range(3):
+        visitors.come(SILENT)
+        visitors.vanish(*TELLING)
+        visitors.vanish(SILENT)
+    visitors.guard.tell_held(inf)
+    assert visitors.told() == ["no keys: a stock"]
+    assert visitors.guard.refused == 20
+    assert visitors.guard.due == inf
+
+
+@deterministic
+@pytest.mark.parametrize("order", [1, -1])
+async def test_of_what_little_is_known_the_most_is_told_after_a_while(
+    ring: Ring, caplog: pytest.LogCaptureFixture, order: int
+) -> None:
+    visitors = Visitors(ring, caplog)
+    for come in [lambda: visitors.vanish(SILENT), lambda: visitors.vanish(*TELLING)][::order]:
+        come()
+    due = visitors.guard.due
+    assert 1 < due - trio.current_time() <= 2
+    visitors.guard.tell_held(due - 0.5)
+    assert visitors.told() == []
+    visitors.guard.tell_held(due + 0.5)
+    assert visitors.told() == ["no keys: a stock"]
+
+
+@deterministic
+async def test_a_peer_that_only_hangs_up_is_told_and_then_that_it_has_no_keys_is_not(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    visitors = Visitors(ring, caplog)
+    visitors.come(SILENT, times=3)
+    visitors.guard.tell_held(inf)
+    assert visitors.told() == ["hung up"]
+    visitors.come(*TELLING)
+    visitors.guard.tell_held(inf)
+    assert visitors.told() == ["hung up"], "which is what a peer without keys does, too"
+    visitors.vanish(int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL), int(zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC), times=9)
+    visitors.guard.tell_held(inf)
+    assert visitors.told() == ["hung up", "another key"]
+
+
+@deterministic
+@pytest.mark.parametrize("closes", [False, True])
+async def test_what_is_held_back_is_told_in_time_and_at_the_latest_by_a_close(
+    ring: Ring, caplog: pytest.LogCaptureFixture, clock: MockClock, closes: bool
+) -> None:
+    async with open_pair(sender=ring.sender("last"), receiver=ring.receiver("last")) as pair:
+        (await trio.open_tcp_stream("127.0.0.1", port_of(pair.sender))).socket.close()
+        await wait_until(lambda: refused_by(pair.sender))
+        assert "refused a connection" not in caplog.text
+        if not closes:
+            clock.jump(2)
+            await wait_until(lambda: "refused a connection" in caplog.text)
+    assert caplog.text.count("refused a connection") == 1
+
+
+@deterministic
+async def test_a_receiver_that_expects_another_sender_is_told_of_in_one_line(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = ring.receiver("last", sender="impostor")
+    async with open_pair(sender=ring.sender("last"), receiver=wrong) as pair:
+        await get_refused(pair.receiver)
+        await wait_until(lambda: refused_by(pair.sender) >= 6)
+    told = [each.getMessage() for each in caplog.records if getattr(each, "event", "") == "peer_refused"]
+    assert [("another key" in each) for each in told] == [True]

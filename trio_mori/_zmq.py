@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from math import inf
 
 import trio
 import zmq
@@ -261,12 +262,22 @@ class ListeningLink(QueuedLink):
 
     async def follow(self, monitor: Monitor) -> None:
         """Keep account of the connections, until cancelled. Run by whoever opened the link."""
-        while True:
-            happened = await monitor.wait()
-            if self._guard is not None:
-                self._guard.note(happened)
-            self._sluice.note(happened)
-            await trio.lowlevel.checkpoint()  # whoever comes and goes without a pause keeps nobody else waiting
+        guard = self._guard
+        try:
+            while True:
+                happened = None
+                with trio.CancelScope(deadline=inf if guard is None else guard.due):
+                    happened = await monitor.wait()
+                if guard is not None:
+                    if happened is not None:
+                        guard.note(happened)
+                    guard.tell_held(trio.current_time())
+                if happened is not None:
+                    self._sluice.note(happened)
+                await trio.lowlevel.checkpoint()  # whoever comes and goes without a pause keeps nobody else waiting
+        finally:
+            if guard is not None:
+                guard.tell_held(inf)
 
 
 @asynccontextmanager

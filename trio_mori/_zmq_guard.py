@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import inf
 
 import trio
 import zmq
@@ -22,6 +23,11 @@ _VERSION = b"1.0"
 # Refusals that are remembered as logged. A peer that tries again and again is named once.
 _LOGGED = 256
 
+# Seconds for which a refusal of which little is known, who it was or why, is held back from the log. Who is refused
+# dials again, and asks why, which is another connection that hangs up: among the first eight, which take 2 s, there
+# is one of which more can be said.
+_HOLD = 2.0
+
 _ACCEPTED = int(zmq.EVENT_ACCEPTED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 _FAILED_AUTH = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -37,6 +43,8 @@ _WHY = {
     MISMATCH: "it has no keys: a stock peer, or one without curve_secret_key",
     _CRYPTOGRAPHIC: "it dialled with another key than this sender's: its curve_sender_key is wrong",
 }
+# Who it was cannot be told any more: libzmq is quicker with a refusal than we are with a look.
+_GONE = "a peer that is gone"
 _NO_WORD = "it hung up during the handshake, as a stock peer does, which has no keys, or a program that ends"
 
 
@@ -54,6 +62,7 @@ class Guard:
         self._hosts: dict[int, str] = {}  # of connections whose handshake is under way, by descriptor
         self._failed: Happened | None = None
         self._logged: dict[tuple[str, str], None] = {}
+        self._held: dict[tuple[str, str], float] = {}  # what is held back from the log, and until when
         self._log_limit = LogLimit()
 
     # --- before ---------------------------------------------------------------------------------------------
@@ -100,8 +109,39 @@ class Guard:
         elif failed.event == _FAILED_SILENTLY:
             self._log(host, _NO_WORD)
 
+    @property
+    def due(self) -> float:
+        """When to `tell_held`; inf: nothing is held back."""
+        return next(iter(self._held.values()), inf)
+
+    def tell_held(self, now: float) -> None:
+        """Log what was held back for long enough, and of which nothing more was said."""
+        for (host, why), due in list(self._held.items()):
+            if due <= now:
+                if not self._is_superseded(host, why):
+                    self._say(host, why)
+                del self._held[host, why]
+
     def _log(self, host: str, why: str) -> None:
-        if (host, why) in self._logged or not self._log_limit.admits():
+        if (host, why) in self._logged or (host, why) in self._held or self._is_superseded(host, why):
+            return
+        if why != _NO_WORD and host != _GONE:
+            self._say(host, why)
+        elif len(self._held) < _LOGGED:
+            self._held[host, why] = trio.current_time() + _HOLD
+
+    def _is_superseded(self, host: str, why: str) -> bool:
+        """Whether another line says of this refusal what can be said, or will."""
+        if why == _NO_WORD:
+            told = any(host in (_GONE, h) or h == _GONE for h, _ in self._logged)
+            return told or any(w != _NO_WORD or host == _GONE != h for h, w in self._held)
+        # Who has no keys is refused in either way, as it happens, and that it hung up names both.
+        if why == _WHY[MISMATCH] and any((h, _NO_WORD) in self._logged for h in (host, _GONE)):
+            return True
+        return host == _GONE and any(w == why for _, w in self._logged)
+
+    def _say(self, host: str, why: str) -> None:
+        if not self._log_limit.admits():
             return
         if len(self._logged) == _LOGGED:
             self._logged.clear()
@@ -126,4 +166,4 @@ def _host_of(descriptor: int) -> str:
         with copy_of(descriptor) as connection:
             return str(connection.getpeername()[0])
     except OSError:
-        return "a peer that is gone"
+        return _GONE
