@@ -154,7 +154,7 @@ def test_a_put_that_is_cancelled_while_it_waits_for_room_puts_nothing() -> None:
             assert sender.statistics().put["0_1"].payloads == 1
 
         run(main)
-        pair.pair.receiver.cleanup_nowait("full")
+        pair.receiver.cleanup("full")
 
 
 def test_errors_are_raised_where_the_call_was_made(pair: Both) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from _thread import get_ident
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk
 from ._config import PAGE, ConnectorConfig, Endpoint, named_endpoint, resolve_host, warn_if_exposed
 from ._descriptors import require_descriptors
 from ._engines import open_engine
-from ._errors import ConfigError, ConnectorClosed, NoEndpoint, WrongRole
+from ._errors import ConfigError, ConnectorClosed, Misuse, NoEndpoint, TrioMoriError, WrongRole
 from ._events import CLOSED, OPEN
 from ._gpu import check_device
 from ._key_files import load_keys
@@ -76,6 +77,7 @@ class Connector:
         self._endpoint = endpoint
         self._source: Endpoint | None = config.sender_endpoint
         self._closed = False
+        self._thread = get_ident()
         self._wound_up = False
         self._is_broken_off = False  # its block was left by an error or a cancellation
         self._ended_at = trio.current_time()  # moves on when it is closed
@@ -95,6 +97,8 @@ class Connector:
                 structure of them; see docs/payloads.md. Or the `Plan` of one, from `plan_payload`.
 
         Raises:
+            Misuse: called in another thread than the connector's; so are all calls but `has_place`, and those that
+                only tell.
             WrongRole: a receiver cannot put.
             UnsupportedPayload: something in it cannot arrive bit for bit.
             TooBig: it can never fit into the pool.
@@ -142,8 +146,8 @@ class Connector:
         Raises:
             ConnectorClosed: the connector was closed, and has dropped what was held.
         """
-        if self._closed:
-            raise ConnectorClosed("drain after the connector was closed")
+        if self._closed or get_ident() != self._thread:
+            raise self._unusable("drain")
         if self._port is None:  # a receiver holds nothing for others
             await trio.lowlevel.checkpoint()
             return 0
@@ -168,17 +172,27 @@ class Connector:
         Raises:
             WrongRole, PortHeld, BindFailed, ConnectorClosed: as `put`.
         """
-        if self._closed:
-            raise ConnectorClosed("wait_listening after the connector was closed")
+        if self._closed or get_ident() != self._thread:
+            raise self._unusable("wait_listening")
         if self._port is None:
             raise WrongRole(
                 "wait_listening on a connector of role receiver, which never listens; leave it out, or set role both"
             )
         await self._port.wait_listening()
 
-    def _require_port(self, key: str) -> Port:
+    def _unusable(self, what: str) -> TrioMoriError:
+        """Why a call cannot be made: the connector is closed, or this is not its thread."""
         if self._closed:
-            raise ConnectorClosed(f"put of {key!r} after the connector was closed")
+            return ConnectorClosed(f"{what} after the connector was closed")
+        return Misuse(
+            f"{what} was called in another thread than the one whose trio run opened the connector; threads use "
+            "trio_mori.blocking.open_connector, asyncio code trio_mori.aio.open_connector"
+        )
+
+    def _require_port(self, key: str) -> Port:
+        # Looked at here, for elsewhere trio would notice it, if at all, when the books are changed; it takes 70 ns.
+        if self._closed or get_ident() != self._thread:
+            raise self._unusable(f"put of {key!r}")
         if self._port is None:
             raise WrongRole(
                 f"put of {key!r} on a connector of role receiver; a stage that sends has role sender or both"
@@ -282,8 +296,8 @@ class Connector:
     def _find_source(
         self, key: str, metadata: Mapping[str, object] | Receipt | None
     ) -> tuple[Endpoint, Mapping[str, object]]:
-        if self._closed:
-            raise ConnectorClosed(f"get of {key!r} after the connector was closed")
+        if self._closed or get_ident() != self._thread:
+            raise self._unusable(f"get of {key!r}")
         known: Mapping[str, object] = {}
         if isinstance(metadata, Receipt):  # of a native sender, which says the rest itself
             known = {"source_host": metadata.endpoint.host, "source_port": metadata.endpoint.port}
@@ -403,6 +417,8 @@ class Connector:
             raise ValueError(
                 f"cleanup of {key!r} names from_stage={from_stage!r} and to_stage={to_stage!r}; give both or neither"
             )
+        if get_ident() != self._thread and not self._closed:
+            raise self._unusable(f"cleanup of {key!r}")
         edge = None if from_stage is None or to_stage is None else edge_name(from_stage, to_stage)
         dropped = self._receiver.cancel(key, edge)
         if self._port is not None:
@@ -582,11 +598,17 @@ async def open_connector(
             as dicts.
 
     Raises:
+        Misuse: called outside of a trio run, as from asyncio.
         ConfigError: a value is not allowed.
         BindFailed: the port cannot be listened on.
         EngineUnavailable: the engine cannot be opened here.
         NoDescriptors: too few file descriptors are left.
     """
+    if not trio.lowlevel.in_trio_task():
+        raise Misuse(
+            "trio_mori.open_connector was entered outside of trio; asyncio code enters trio_mori.aio.open_connector, "
+            "and code without an event loop trio_mori.blocking.open_connector"
+        )
     if not isinstance(config, ConnectorConfig):
         config = ConnectorConfig.from_dict(config)
     types = PayloadTypes(payload_types)

@@ -134,7 +134,8 @@ class PortHeld(BindFailed):
 class Misuse(TrioMoriError, RuntimeError):
     """A call that cannot work where it was made, whatever the data and the peers; its text says what to do instead.
 
-    A blocking call in the connector's own event loop or in a forked child; two tasks on one end of a chunk stream; a
+    A call of a `Connector` from another thread or from asyncio; a blocking call in the connector's own event loop or in
+    a forked child; two tasks on one end of a chunk stream; a
     stream that is used after its end.
     """
 
