@@ -162,3 +162,23 @@ async def test_the_news_that_a_payload_is_gone_outlives_the_call_that_was_cancel
             await receive()
         await assert_free(pair.sender, pair.receiver)
         await pair.assert_whole()
+
+
+async def test_news_that_nobody_asks_for_again_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trio_mori._upstream.MAX_NOTICES", 2)
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        receiver = pair.receiver._receiver
+        for number in range(5):
+            outcome = await pair.get_later(nursery, f"k{number}")
+            await settle(pair)
+            interest = list(upstream_of(pair).channel.interests.values())[-1]
+            outcome.scope.cancel()
+            gone = wire.Failed(interest.id, wire.GONE, "", True)
+            receiver.book.on_message(upstream_of(pair).channel, gone, trio.current_time())
+            receiver.flush()
+            await outcome.over.wait()
+        assert list(upstream_of(pair).parked) == ["k3@0_1", "k4@0_1"]
+        for number in (3, 4):
+            with pytest.raises(Gone):
+                await pair.get(f"k{number}")
+        await pair.assert_whole()

@@ -316,7 +316,7 @@ class Receiver:
             self.give_back(interest)
             if interest.failure is not None and interest.failure[0] in (wire.EXPIRED, wire.GONE):
                 # The sender says so once, and did as the cancellation was on its way: the next call is told.
-                self._upstream_of(interest.channel).parked.setdefault(interest.key, interest)
+                self._upstream_of(interest.channel).keep_notice(interest)
             raise
         if interest.failure is not None and interest.failure[0] == CHANGED_DIALECT:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from math import inf
 from typing import Protocol
 
@@ -36,6 +37,10 @@ from ._zmq import open_dialler
 from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Landing, Link, Refused
 
 logger = logging.getLogger("trio_mori.receiver")
+
+# Notices that payloads are gone that wait for a next call, which most keys never have. To forget the oldest costs an
+# answer: the call waits as for a payload that is yet to come.
+MAX_NOTICES = 1024
 
 # How often in a row a sender may not have understood a hello before it counts as one that never does.
 _HELLOS = 3
@@ -95,7 +100,7 @@ class Upstream:
         way: The engine by which the sender writes; empty while unknown.
         landing: Where in host memory what it writes arrives, if that is not the pool.
         last_refusal: For those who waited when it was refused: it may have been greeted well before they look.
-        parked: What `get_nowait` asked for and nobody has taken yet, by key.
+        parked: What `get_nowait` asked for and nobody has taken yet, by key; and notices for the next call.
         malformed: Messages that could not be understood.
         timeouts: How often it was given up.
         refusals: How often it turned out that it and this side do not accept each other's keys.
@@ -109,6 +114,7 @@ class Upstream:
         self.way = ""
         self.landing: Landing | None = None
         self.parked: dict[str, Interest] = {}
+        self._notices: deque[Interest] = deque()  # of those, oldest first, and some that were told
         self.malformed = 0
         self.timeouts = 0
         self.refusals = 0
@@ -437,6 +443,16 @@ class Upstream:
         self._around.book.fail_all(self.channel, book.MISMATCH, str(error))
         self.dialect.refusal = self.last_refusal = error
         self.dialect.known.set()
+
+    def keep_notice(self, interest: Interest) -> None:
+        """Tell the next call for its key that its payload is gone: the call that was told was cancelled just then."""
+        if self.parked.setdefault(interest.key, interest) is not interest:
+            return
+        self._notices.append(interest)
+        if len(self._notices) > MAX_NOTICES:
+            oldest = self._notices.popleft()
+            if self.parked.get(oldest.key) is oldest:
+                del self.parked[oldest.key]
 
     def _warn(self, text: str, *details: object, event: str | None = None) -> None:
         """Log what the sender, whoever that is, can have said any number of times."""
