@@ -13,7 +13,7 @@ from portals import SOON, Parked, Stay, echo, fail, fail_now, run_program
 from portals import open_portal as open_portal
 from threads import Other
 
-from trio_mori import Misuse
+from trio_mori import ConnectorClosed, Misuse
 from trio_mori._portal import Portal
 
 # --- calls -------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_a_forked_child_is_refused_and_can_open_its_own() -> None:
     run = run_program("""
 import os
 from contextlib import asynccontextmanager
-from trio_mori import Misuse
+from trio_mori import ConnectorClosed, Misuse
 from trio_mori._portal import Portal, _Call
 from trio_mori._scope import open_service
 
@@ -131,3 +131,82 @@ print(portal.call(echo, "the parent goes on"))
     assert first.startswith("get of 'k' was made in process CHILD, which was forked from process PARENT")
     assert second.startswith("a call was made in process CHILD")
     assert rest == ["own", "child ended with 7", "the parent goes on"]
+
+
+# --- calls that no thread waits for ----------------------------------------------------------------------------
+
+
+class Answer:
+    """What is told of a submitted call."""
+
+    def __init__(self) -> None:
+        self.came = threading.Event()
+        self.count = 0
+
+    def note(self) -> None:
+        self.count += 1
+        self.came.set()
+
+
+def test_a_submitted_call_is_answered_once_and_then_returns_or_raises(portal: Portal) -> None:
+    returned, raised = Answer(), Answer()
+    first = portal.submit(partial(echo, 3), on_answer=returned.note)
+    second = portal.submit(partial(fail, KeyError("lost")), on_answer=raised.note)
+    assert returned.came.wait(SOON)
+    assert raised.came.wait(SOON)
+    assert first.result() == 3
+    with pytest.raises(KeyError, match="lost"):
+        second.result()
+    assert (returned.count, raised.count) == (1, 1)
+    assert not portal._waiting
+
+
+def test_a_submitted_call_that_is_abandoned_is_cancelled_and_not_answered(portal: Portal) -> None:
+    answer, parked = Answer(), Parked()
+    call = portal.submit(parked.run, on_answer=answer.note)
+    assert parked.began.wait(SOON)
+    call.abandon()
+    assert parked.ended.wait(SOON)
+    assert parked.was_cancelled
+    portal.call(trio.testing.wait_all_tasks_blocked)
+    assert answer.count == 0
+    assert not portal._waiting
+
+
+def test_a_submitted_call_that_is_abandoned_before_it_began_never_begins(portal: Portal) -> None:
+    answer, parked = Answer(), Parked()
+    stuck, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        stuck.set()
+        free.wait(SOON)
+
+    portal.post(hold)
+    assert stuck.wait(SOON)
+    portal.submit(parked.run, on_answer=answer.note).abandon()
+    free.set()
+    portal.call(trio.testing.wait_all_tasks_blocked)
+    assert not parked.began.is_set()
+    assert answer.count == 0
+    assert not portal._waiting
+
+
+@pytest.mark.parametrize("death", [None, KeyError("died of it")])
+def test_a_submitted_call_is_told_of_the_end_of_the_loop(death: KeyError | None) -> None:
+    portal = Portal()
+    answer, parked = Answer(), Parked()
+    call = portal.submit(parked.run, on_answer=answer.note, what="get of 'k'")
+    assert parked.began.wait(SOON)
+    if death is None:
+        portal.close()
+    else:
+        portal.post(partial(fail_now, death))
+    assert answer.came.wait(SOON)
+    said = "the connector was closed" if death is None else "died of KeyError"
+    with pytest.raises(ConnectorClosed, match=f"get of 'k' was cut off.*{said}"):
+        call.result()
+    portal.close()
+    with pytest.raises(ConnectorClosed, match=f"get of 'l' came too late.*{said}"):
+        portal.submit(parked.run, on_answer=answer.note, what="get of 'l'")
+    assert answer.count == 1
+    assert not portal._waiting
