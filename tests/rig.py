@@ -281,10 +281,11 @@ async def open_pair(
     sender_pool: int = POOL,
     receiver_pool: int = POOL,
     inline: bool = True,
+    within: float = LIMIT,
 ) -> AsyncIterator[Pair]:
-    """A sender and a receiver over memory engines, for a body that takes no longer than `LIMIT`."""
+    """A sender and a receiver over memory engines, for a body that takes no longer than that."""
     fabric = MemoryFabric()
-    with trio.fail_after(LIMIT):
+    with trio.fail_after(within):
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
             sender_engine = await enter(fabric.open(pool_size=sender_pool, inline=inline))
