@@ -33,6 +33,8 @@ from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic
 
+DROPPED = "payloads that nobody has fetched are dropped with their connector"
+
 
 # --- drain --------------------------------------------------------------------------------------------------
 
@@ -185,8 +187,8 @@ async def test_a_close_warns_once_of_what_nobody_has_fetched(caplog: pytest.LogC
         await pair.sender.cleanup("k0")
     [record] = unfetched(caplog)
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("6 payloads (600 bytes) are dropped with their connector")
-    assert "k1@0_1, k2@0_1, k3@0_1, k4@0_1, k5@0_1, ...; `drain()`" in record.getMessage()
+    assert record.getMessage().startswith(f"{DROPPED}: 6, of 600 bytes in all (")
+    assert "(k1@0_1, k2@0_1, k3@0_1, k4@0_1, k5@0_1, ...); `drain()`" in record.getMessage()
     assert (record.count, record.size, len(record.keys)) == (6, 600, 6)  # type: ignore[attr-defined]
 
 
@@ -264,7 +266,7 @@ conn = blocking.open_connector({sender_config(memory_pool_size=POOL)!r})
 conn.put("0", "1", "k", b"x")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr.startswith("1 payloads (1 bytes) are dropped with their connector")
+    assert done.stderr.startswith(f"{DROPPED}: 1, of 1 bytes in all (k@0_1); `drain()`")
     assert done.stderr.count("\n") == 1
 
 

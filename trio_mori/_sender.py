@@ -405,7 +405,7 @@ class Sender:
             keys, size = [entry.key for entry in dropped], sum(entry.size for entry in dropped)
             logger.log(
                 level,
-                "%d payloads (%d bytes) are dropped with their connector, for nobody has fetched them: %s%s; "
+                "payloads that nobody has fetched are dropped with their connector: %d, of %d bytes in all (%s%s); "
                 "`drain()` before it is closed waits until they are fetched",
                 len(keys),
                 size,
