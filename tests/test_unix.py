@@ -99,8 +99,9 @@ async def test_who_was_nudged_stays_awake_until_the_message_or_for_a_bounded_tim
         assert transport is not None
         monkeypatch.setattr(_unix_transport, "AWAKE", 60)
         listener.nudge(greeting.route)
-        while transport.awake_until < 0:
-            await trio.lowlevel.checkpoint()
+        with trio.fail_after(10):
+            while transport.awake_until < 0:
+                await trio.lowlevel.checkpoint()
         trio.lowlevel.add_instrument(sleeps)
         await trio.sleep(0.01)
         assert events == []

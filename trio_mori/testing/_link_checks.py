@@ -157,6 +157,29 @@ async def check_a_message_that_is_dropped_was_composed_too(open_network: OpenNet
         await called.wait()
 
 
+async def check_a_nudge_says_nothing(open_network: OpenNetwork) -> None:
+    """However often a peer is nudged, before, between and after messages, these are all that arrives."""
+    async with open_network() as network, network.dial() as dialler:
+        there, back = Reader(network.listener), Reader(dialler)
+        await back.event()
+        dialler.send([b"hello"])
+        route = (await there.message()).route
+        network.listener.nudge(b"nobody")
+        for number in range(5):
+            for _ in range(3):
+                network.listener.nudge(route)
+                dialler.nudge()
+            await trio.sleep(0.002)  # whoever is taken to be awake is not nudged at all
+            network.listener.nudge(route)
+            network.listener.send([b"%d" % number], route)
+            dialler.send([b"%d" % number])
+            _expect((await back.message()).frames == [b"%d" % number], "a nudge harmed what was said after it")
+            _expect((await there.message()).frames == [b"%d" % number], "a nudge harmed what was said after it")
+        network.listener.nudge(route)
+        with trio.move_on_after(0.005):
+            raise AssertionError(f"a nudge was told to the peer as {await back.event()}")
+
+
 async def check_receive_is_a_checkpoint(open_network: OpenNetwork) -> None:
     """`receive` yields and can be cancelled, though there is something to return; and that stays."""
     async with open_network() as network, network.dial() as dialler:
@@ -361,6 +384,7 @@ LINK_CHECKS: tuple[Check, ...] = (
     check_send_never_blocks_and_keeps_the_order,
     check_a_message_can_be_composed_when_it_leaves,
     check_a_message_that_is_dropped_was_composed_too,
+    check_a_nudge_says_nothing,
     check_receive_is_a_checkpoint,
     check_a_cancelled_receive_loses_nothing,
     check_routes_tell_diallers_apart,
