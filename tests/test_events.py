@@ -214,7 +214,11 @@ async def test_a_lost_sender_and_a_process_that_ended_are_told(log: Log) -> None
 
 
 def is_local(receiver: Connector) -> bool:
-    return any(u._local is not None and u.channel.up for u in receiver._receiver.upstreams.values())
+    # The hello on the local link is the second one: until it was answered, the channel is up by the first.
+    return any(
+        u._local is not None and u.channel.generation > 1 and u.channel.up
+        for u in receiver._receiver.upstreams.values()
+    )
 
 
 async def test_a_receiver_that_is_connected_and_silent_is_told_once(log: Log, clock: MockClock) -> None:
@@ -371,3 +375,33 @@ async def test_a_put_that_waits_for_room_is_counted_and_told_once_with_what_the_
         await wait_until(lambda: len(log.of(_events.PUTS_WAIT)) == 2)
         await pair.get("a")
         await pair.get("again")
+
+
+# --- a peer of another stage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "told"),
+    [
+        ({"stage_id": 0, "to_stage": 1}, {"stage_id": 2, "from_stage": 0}, [("trio_mori.sender", 2)]),
+        ({"stage_id": 3, "to_stage": 1}, {"stage_id": 1, "from_stage": 0}, [("trio_mori.receiver", 3)]),
+        ({"stage_id": 0, "to_stage": 1}, {"stage_id": 1, "from_stage": 0}, []),
+        ({"stage_id": 0}, {"stage_id": 2}, []),
+        ({"to_stage": 1}, {"from_stage": 0}, []),
+        # A middle stage that was told its output only, as vllm-omni tells it.
+        ({"stage_id": 0, "to_stage": 1}, {"stage_id": 1, "from_stage": 1, "to_stage": 2}, []),
+    ],
+)
+async def test_a_peer_of_another_stage_than_was_configured_is_told_once(
+    log: Log, sender: dict[str, object], receiver: dict[str, object], told: list[tuple[str, int]]
+) -> None:
+    async with open_pair(sender=sender, receiver=receiver) as pair:
+        for number in range(2):
+            await pair.put(f"k{number}", filled(10))
+            await pair.get(f"k{number}")
+        await wait_until(lambda: is_local(pair.receiver))
+        await pair.assert_whole()
+        records = log.of(_events.OTHER_STAGE)
+        assert [(each.name, each.stage) for each in records] == told  # type: ignore[attr-defined]
+        for each in records:
+            assert "for ever if" in each.getMessage()

@@ -12,7 +12,7 @@ import trio
 
 from ._config import ConnectorConfig
 from ._errors import SHORTAGES, ConnectorClosed, DescriptorRefused, NoRoom, RemoteProtocolError
-from ._events import PEER_ENDED
+from ._events import OTHER_STAGE, PEER_ENDED
 from ._log_limit import LogLimit
 from ._offers import Way, Ways, names_of, offers_of
 from ._pool import Pool
@@ -201,6 +201,7 @@ class Reception:
             level = logging.WARNING if way.reason else logging.INFO
             because = way.reason and f", because of {way.reason}"
             logger.log(level, "receiver %s is written to by %s%s", hello.session.hex()[:8], way.name, because)
+            self._tell_stage(receiver, hello.deployment.stage)
             self._nursery.start_soon(self._watch, session, receiver)
         elif isinstance(before, NativePeer):
             receiver.fence = before.fence
@@ -220,6 +221,21 @@ class Reception:
             ),
             route,
         )
+
+    def _tell_stage(self, receiver: NativePeer, stage: int) -> None:
+        """Say if another stage comes than this connector's edge leads to: what it waits for may never be put."""
+        expected = self._config.to_stage
+        if expected is None or expected in (stage, self._config.stage_id) or stage == -1:
+            return
+        if self._log_limit.admits():
+            logger.warning(
+                "the receiver %s serves stage %d, and this connector is to put for stage %d (to_stage): its gets wait "
+                "for ever if nothing is put for that stage; compare its sender_zmq_port with the ports of the stages",
+                receiver.peer.identity,
+                stage,
+                expected,
+                extra={"event": OTHER_STAGE, "peer": receiver.peer.identity, "stage": stage},
+            )
 
     def _speaks(self, link: Link, route: bytes, greeting: wire.Hello | wire.Inquiry) -> bool:
         """Whether both sides know a version of the protocol; if not, say which this side knows."""

@@ -22,7 +22,7 @@ from ._errors import (
     RemoteProtocolError,
     TrioMoriError,
 )
-from ._events import PEER_ENDED, PEER_LOST, SENDER_ABSENT, SENDER_REFUSED
+from ._events import OTHER_STAGE, PEER_ENDED, PEER_LOST, SENDER_ABSENT, SENDER_REFUSED
 from ._keys import Keys
 from ._log_limit import LogLimit
 from ._offers import find_offer, landing_of, names_of, offers_of
@@ -130,6 +130,7 @@ class Upstream:
         self._misunderstood = 0  # since the last welcome
         self._absent_since = trio.current_time()  # inf while it is there
         self._was_there = False
+        self._stage_told = -1  # which was not the one that this side gets from
         self._left: set[bytes] = set()  # incarnations that have said that they close
         self._absence_told = False
 
@@ -290,6 +291,22 @@ class Upstream:
         """It is there, and known."""
         self._absent_since, self._was_there, self._absence_told = inf, True, False
 
+    def _tell_stage(self, stage: int) -> None:
+        """Say if another stage answers than this connector's edge comes from: what it waits for may never be put."""
+        config = self._around.config
+        expected = config.from_stage
+        if expected is None or expected in (stage, config.stage_id) or stage in (-1, self._stage_told):
+            return
+        self._stage_told = stage
+        logger.warning(
+            "the sender %s serves stage %d, and this connector is to get from stage %d (from_stage): a get waits for "
+            "ever if that stage does not put here; compare sender_host and sender_zmq_port with the stages' ports",
+            self.endpoint.address,
+            stage,
+            expected,
+            extra={"event": OTHER_STAGE, "peer": self.endpoint.address, "stage": stage},
+        )
+
     def _tell_absence(self, now: float) -> None:
         """Say once, until it is there, that it is waited for in vain; one that was there is given up first."""
         seconds = now - self._absent_since
@@ -409,6 +426,7 @@ class Upstream:
             return
         self._misunderstood = 0
         self._note_presence()
+        self._tell_stage(welcome.deployment.stage)
         if self.way != welcome.chosen and self._log_limit.admits():
             logger.info("sender %s writes by %s", self.endpoint.address, welcome.chosen)
         self.way = welcome.chosen
