@@ -121,7 +121,7 @@ def test_a_connector_that_only_receives_refuses_put() -> None:
 @deterministic
 def test_a_get_that_cannot_succeed_is_asked_again_after_a_pause_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with open_pair() as (up, down), caplog.at_level(logging.WARNING, "trio_mori.vllm_omni"):
-        small = {"backend_type": "shm", "memory_pool_size": 8192, "role": "receiver", "stage_id": 3, "from_stage": 2}
+        small = {"backend_type": "shm", "memory_pool_size": 8192, "role": "receiver", "stage_id": 3, "from_stage": 0}
         info = up.get_connection_info()
         with made(**small, sender_host=info["host"], sender_zmq_port=info["zmq_port"]) as tiny:
             up.put("0", "1", "k", torch.zeros(100_000, dtype=torch.uint8))
