@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import partial
 from itertools import count
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import attrs
 import trio
@@ -244,7 +244,7 @@ class ChunkReceiver:
     def __aiter__(self) -> ChunkReceiver:
         return self
 
-    async def __anext__(self) -> object:
+    async def __anext__(self) -> Any:
         """The next chunk.
 
         Cancellation: at any time; the same chunk comes with the next call.

@@ -203,7 +203,7 @@ class Connector:
 
     async def get(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
-    ) -> object:
+    ) -> Any:
         """The payload that was put under this key on this edge, in memory of its own. Each is delivered once.
 
         Waits until the sender has it, also for a sender that is not up yet; bound it by a cancel scope.
@@ -239,7 +239,7 @@ class Connector:
 
     def get_nowait(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
-    ) -> object:
+    ) -> Any:
         """As `get`, if the payload has arrived. Otherwise it is asked for, and stays asked for until `cleanup`.
 
         Raises:

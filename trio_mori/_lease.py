@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class Lease:
         """
         return self.buffer.as_tensor(dtype, shape)
 
-    def value(self) -> object:
+    def value(self) -> Any:
         """The payload as `get` would return it, with its tensors as views of the pool; anything else is a copy.
 
         What a stock sender encoded is copied all.

@@ -77,7 +77,7 @@ class AsyncioConnector:
 
     async def get(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
-    ) -> object:
+    ) -> Any:
         """See `Connector.get`.
 
         Cancellation: at any time, and then the payload stays with the sender, also if it was here already.
@@ -89,7 +89,7 @@ class AsyncioConnector:
 
     def get_nowait(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
-    ) -> object:
+    ) -> Any:
         """See `Connector.get_nowait`. A large payload is copied here."""
         return self.blocking.get_nowait(from_stage, to_stage, key, metadata)
 

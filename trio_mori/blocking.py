@@ -174,7 +174,7 @@ class BlockingConnector:
         metadata: Mapping[str, object] | Receipt | None = None,
         *,
         timeout: float | None = None,
-    ) -> object:
+    ) -> Any:
         """See `Connector.get`. Raises TimeoutError when it does not come in time; it stays with the sender."""
         _check(timeout)
         what = f"get of {key!r}"
@@ -184,7 +184,7 @@ class BlockingConnector:
 
     def get_nowait(
         self, from_stage: str, to_stage: str, key: str, metadata: Mapping[str, object] | Receipt | None = None
-    ) -> object:
+    ) -> Any:
         """See `Connector.get_nowait`."""
         what = f"get of {key!r}"
         return self._copy(self._portal.call_sync(self._take_nowait, from_stage, to_stage, key, metadata, what=what))
@@ -375,7 +375,7 @@ class BlockingChunkReceiver:
     def __iter__(self) -> BlockingChunkReceiver:
         return self
 
-    def __next__(self) -> object:
+    def __next__(self) -> Any:
         """The next chunk.
 
         Raises:
