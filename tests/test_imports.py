@@ -42,6 +42,7 @@ LAYERS = (
     ("_sender", "_receiver"),
     ("_inquiry", "_address", "_port"),
     ("_connector",),
+    ("_opening",),
     ("_entered",),
     ("_portal",),
     ("blocking",),
@@ -205,7 +206,7 @@ def test_a_library_has_one_home(library: str, homes: tuple[str, ...]) -> None:
 
 @pytest.mark.deterministic
 def test_sender_and_receiver_are_given_their_engine() -> None:
-    givers = (f"{PACKAGE}._engines", f"{PACKAGE}._connector", f"{PACKAGE}.testing")
+    givers = (f"{PACKAGE}._engines", f"{PACKAGE}._opening", f"{PACKAGE}.testing")
     takers = [
         each
         for each in ALL

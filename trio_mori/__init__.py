@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ._config import ConnectorConfig as ConnectorConfig
     from ._config import port_for as port_for
     from ._connector import Connector as Connector
-    from ._connector import open_connector as open_connector
     from ._deploy import DeployFile as DeployFile
     from ._deploy import load_deploy as load_deploy
     from ._engines import open_engine as open_engine
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from ._errors import UnsupportedPayload as UnsupportedPayload
     from ._errors import WrongRole as WrongRole
     from ._lease import Lease as Lease
+    from ._opening import open_connector as open_connector
     from ._payload import Plan as Plan
     from ._quarantine import Quarantined as Quarantined
     from ._staging import Reservation as Reservation
@@ -73,7 +73,8 @@ _HOMES = {
     "_buffer": ("ManagedBuffer",),
     "_chunks": ("ChunkReceiver", "ChunkSender"),
     "_config": ("ConnectorConfig", "port_for"),
-    "_connector": ("Connector", "open_connector"),
+    "_connector": ("Connector",),
+    "_opening": ("open_connector",),
     "_deploy": ("DeployFile", "load_deploy"),
     "_engines": ("open_engine",),
     "_errors": (

@@ -19,7 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from . import _connector
+from . import _opening
 from ._arrival import Arrival, StockArrival
 from ._buffer import ManagedBuffer
 from ._chunks import ChunkReceiver, ChunkSender
@@ -437,7 +437,7 @@ def open_connector(
     portal = Portal(grace=config.close_grace)
     try:
         entered = portal.enter(
-            partial(_connector.open_connector, config, payload_types=payload_types),
+            partial(_opening.open_connector, config, payload_types=payload_types),
             what="open_connector",
             is_whole=True,
         )

@@ -34,7 +34,7 @@ SETTLE = 40.0
 
 # Forked from one that has imported what takes seconds.
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "trio", "msgspec", "zmq", "numpy", "trio_mori", "trio_mori._connector"])
+context.set_forkserver_preload(["torch", "trio", "msgspec", "zmq", "numpy", "trio_mori", "trio_mori._opening"])
 
 
 @attrs.define(eq=False)
