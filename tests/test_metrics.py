@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import trio
+from ports import free_port
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rig import LIMIT, POOL, UNIT, filled, open_pair, port_of, receiver_config, sender_config
 
-from trio_mori import Misuse, blocking, metrics
+from trio_mori import Misuse, NotReady, blocking, metrics
 from trio_mori._connector import Connector
 from trio_mori.metrics import ConnectorCollector
 
@@ -237,3 +238,21 @@ async def test_every_counter_and_state_is_always_there_and_in_the_page() -> None
         assert told == {dict(labels)[label] for labels in seen[0]}
     assert between.value("pool_bytes", connector="up", state="published") == UNIT
     assert after.value("pool_bytes", connector="up", state="published") == 0
+
+
+async def test_a_sender_is_connected_or_not_once_something_was_asked_of_it() -> None:
+    collector = ConnectorCollector()
+    async with open_pair() as pair:
+        peer = f"tcp://127.0.0.1:{port_of(pair.sender)}"
+        with collector.watching(pair.receiver, "down"):
+            assert "trio_mori_sender_connected" not in (await scrape(collector)).names()
+            await pair.put("a", filled(10))
+            await pair.get("a")
+            assert (await scrape(collector)).value("sender_connected", connector="down", peer=peer) == 1
+            pair.receiver.update_sender_info("127.0.0.1", free_port())
+            with pytest.raises(NotReady):
+                pair.get_nowait("a")
+            found = await scrape(collector)
+            assert found.value("sender_connected", connector="down", peer=peer) == 1
+            assert sum(value for (name, _), value in found.samples.items() if name.endswith("sender_connected")) == 1
+            assert found.value("waiting_gets", connector="down") == 1

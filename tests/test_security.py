@@ -204,6 +204,7 @@ async def test_a_receiver_whose_key_is_not_allowed_is_told_and_named(
             with pytest.raises(AuthenticationFailed):
                 stranger.get_nowait("0", "1", "k")
             assert stranger.statistics().events["refused_senders"] == 1
+            assert [each.standing for each in stranger.statistics().senders] == ["refused"]
         await wait_until(lambda: refused_by(pair.sender))
         await assert_works(pair)
     key = ring.keys("stranger", sender="sender").public.decode()

@@ -152,6 +152,8 @@ class _Families:
         self.parked.add_metric([name], now.parked)
         self.waiting_puts.add_metric([name], now.waiting_puts)
         for sender in now.senders:
+            if sender.standing == SenderStanding.IDLE.value:
+                continue  # it is not dialled, and missed by nobody
             self.senders.add_metric([name, sender.address], float(sender.standing == SenderStanding.CONNECTED.value))
         self.peers.add_metric([name], now.peers)
         for direction, edges in (("put", now.put), ("got", now.got)):
