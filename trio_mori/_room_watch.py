@@ -83,10 +83,10 @@ class RoomWatch:
         full_of = ", ".join(f"{size} bytes {words}" for words, size in parts.items() if size) or "nothing"
         seconds = now - eldest.since
         logger.warning(
-            "%d puts wait for room, the eldest for %.0f s and %d bytes; of the pool's %d bytes %d are free (%d in one "
+            "%s for room, the eldest for %.0f s and %d bytes; of the pool's %d bytes %d are free (%d in one "
             "piece), and it holds: %s. Do the receivers run, and get what is put? Otherwise clean up what nobody will "
             "get, lower buffer_ttl_seconds, or raise memory_pool_size",
-            len(self._waits),
+            "1 put waits" if len(self._waits) == 1 else f"{len(self._waits)} puts wait",
             seconds,
             eldest.size,
             pool.size,

@@ -321,9 +321,9 @@ class Upstream:
             what = "nobody there has taken a connection" + (" since it was lost" if self._was_there else "")
         extra = {"event": SENDER_ABSENT, "peer": self.endpoint.address, "seconds": seconds, "count": waiting}
         logger.warning(
-            "%d gets wait for the sender %s, which has been dialled for %.0f s: %s; it is dialled on. Is the sender "
+            "%s for the sender %s, which has been dialled for %.0f s: %s; it is dialled on. Is the sender "
             "running, and is this its address and port (sender_host, sender_zmq_port, or update_sender_info)?",
-            waiting,
+            "1 get waits" if waiting == 1 else f"{waiting} gets wait",
             self.endpoint.address,
             seconds,
             what,
