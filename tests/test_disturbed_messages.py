@@ -168,8 +168,17 @@ async def test_news_that_nobody_asks_for_again_does_not_pile_up(monkeypatch: pyt
     monkeypatch.setattr("trio_mori._upstream.MAX_NOTICES", 2)
     async with open_pair() as pair, trio.open_nursery() as nursery:
         receiver = pair.receiver._receiver
+        assert pair.sender._sender is not None
+        book = pair.sender._sender.book
+
+        async def begin_get(key: str) -> Outcome:
+            # By its key: how many the sender knows of changes when the two go over to their link.
+            outcome = begin(nursery, pair.get, key)
+            await wait_until(lambda: book.next_fetch(f"{key}@0_1") is not None)
+            return outcome
+
         for number in range(5):
-            outcome = await pair.get_later(nursery, f"k{number}")
+            outcome = await begin_get(f"k{number}")
             await settle(pair)
             interest = list(upstream_of(pair).channel.interests.values())[-1]
             outcome.scope.cancel()
