@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import trio
-from rig import FAST, Outcome, Pair, assert_free, begin, filled, open_pair, port_of, wait_until
+from rig import FAST, Outcome, Pair, assert_free, begin, filled, is_local, open_pair, port_of, wait_until
 
 from trio_mori import Gone, NotReady, RemoteProtocolError
 from trio_mori._log_limit import BURST
@@ -42,11 +42,7 @@ async def get_that_waits(pair: Pair, nursery: trio.Nursery) -> Outcome:
 
 
 async def settle(pair: Pair) -> None:
-    def is_settled() -> bool:
-        upstream = upstream_of(pair)
-        return upstream._local is not None and upstream.channel.up and pair.parked() > 0
-
-    await wait_until(is_settled)
+    await wait_until(lambda: is_local(pair.receiver) and pair.parked() > 0)
 
 
 @pytest.mark.parametrize("times", [1, 3])
