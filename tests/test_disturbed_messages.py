@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import trio
@@ -158,6 +160,19 @@ async def test_the_news_that_a_payload_is_gone_outlives_the_call_that_was_cancel
             await receive()
         await assert_free(pair.sender, pair.receiver)
         await pair.assert_whole()
+
+
+async def test_goodbyes_of_senders_that_nobody_watches_are_not_kept() -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        outcome = await get_that_waits(pair, nursery)
+        upstream = upstream_of(pair)
+        watched = dict(upstream._watched)
+        for _ in range(3):
+            upstream._on_replies(
+                wire.Replies(os.urandom(16), 1, os.urandom(16), [wire.Leaving([])]), trio.current_time()
+            )
+        assert upstream._watched == watched
+        outcome.scope.cancel()
 
 
 async def test_news_that_nobody_asks_for_again_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

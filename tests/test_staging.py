@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import trio
@@ -32,6 +34,36 @@ async def test_a_payload_is_copied_in_one_thread_and_restored_in_another() -> No
         arrival.finish()
         assert isinstance(value, dict)
         assert torch.equal(value["hidden"], torch.arange(600, dtype=torch.float32))
+        await pair.assert_whole()
+
+
+class Begun:
+    """A copy by a GPU that is still under way."""
+
+    def __init__(self, is_free: Callable[[], bool], *, fails: bool) -> None:
+        self._is_free = is_free
+        self._fails = fails
+        self.was_free: bool | None = None
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.was_free = self._is_free()
+        if self._fails:
+            raise RuntimeError("the GPU has failed")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+async def test_a_reservation_that_is_released_while_a_gpu_copies_keeps_its_memory_until_that_is_over(
+    fails: bool,
+) -> None:
+    async with open_pair() as pair:
+        reservation = pair.sender.reserve_nowait("0", "1", "k", plan_payload(filled(1000)))
+        begun = Begun(lambda: pair.sender.statistics().held["staged"] == 0, fails=fails)
+        reservation._moments = [begun]  # type: ignore[list-item]
+        reservation.release()
+        assert begun.was_free is False
         await pair.assert_whole()
 
 

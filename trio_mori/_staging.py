@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -10,7 +11,7 @@ import trio
 from . import _payload
 from ._buffer import ManagedBuffer
 from ._errors import InternalError
-from ._gpu import Moment, is_over_soon, wait_over
+from ._gpu import Mark, is_over_soon, wait_over
 from ._payload import Plan
 from ._pool import INLINE_COPY
 
@@ -55,7 +56,7 @@ class Reservation:
         self._plan = plan
         self._pool = pool
         self._open = True
-        self._moments: Sequence[Moment] | None = None  # when the copy that was begun is over
+        self._moments: Sequence[Mark] | None = None  # when the copy that was begun is over
 
     def fill(self) -> None:
         """Copy the payload in. Afterwards its source may be overwritten. Once, in any thread.
@@ -135,6 +136,9 @@ class Reservation:
         return self._publisher.publish(self._entry, self._plan)
 
     def release(self) -> None:
-        """Give the room back unused."""
+        """Give the room back unused, once no GPU writes there any more."""
         self._open = False
+        for begun in self._moments or ():  # whose end was not seen: the wait for it was broken off
+            with suppress(RuntimeError):  # the GPU has failed, and copies nothing more
+                begun.synchronize()
         self._publisher.unstage(self._entry)

@@ -131,7 +131,7 @@ class Upstream:
         self._absent_since = trio.current_time()  # inf while it is there
         self._was_there = False
         self._stage_told = -1  # which was not the one that this side gets from
-        self._left: set[bytes] = set()  # incarnations that have said that they close
+        self._watched: dict[bytes, bool] = {}  # incarnations to whose end it listens: have they said that they close
         self._absence_told = False
 
     # --- the connection -----------------------------------------------------------------------------------
@@ -406,7 +406,8 @@ class Upstream:
         for message in body.messages:
             if isinstance(message, wire.Leaving):
                 logger.info("sender %s closed", self.endpoint.address)
-                self._left.add(body.epoch)
+                if body.epoch in self._watched:
+                    self._watched[body.epoch] = True
                 self.say_goodbye()
             self._around.book.on_message(channel, message, now)
         self._around.note_progress()
@@ -434,6 +435,7 @@ class Upstream:
         self.dialect.refusal = None
         self.dialect.known.set()
         if peer is not None:
+            self._watched[welcome.epoch] = False
             around.nursery.start_soon(self._watch, welcome.epoch, peer)
         wanted = around.config.same_host_link == "auto" and welcome.local.startswith(LOCAL_PREFIX)
         if wanted and self._local is None and welcome.local not in self._tried:
@@ -526,8 +528,8 @@ class Upstream:
         await around.engine.wait_fenced(peer)
         extra = {"event": PEER_ENDED, "peer": self.endpoint.address}
         # One of this process has not taken that along when it closed.
-        end = "which closed, can write here no more" if epoch in self._left else "its process has ended"
-        self._left.discard(epoch)
+        has_closed = self._watched.pop(epoch, False)
+        end = "which closed, can write here no more" if has_closed else "its process has ended"
         logger.info("sender %s: %s", self.endpoint.address, end, extra=extra)
         around.engine.drop_peer(peer)
         around.book.fenced(self.channel, epoch, trio.current_time())
