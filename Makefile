@@ -12,7 +12,7 @@ help:
 	@echo "make test     run the tests                   (ARGS='-k name')"
 	@echo "make bench    measure, beside other ways    (ARGS='--quick', see ARGS=--help)"
 	@echo "make lint     ruff and mypy"
-	@echo "make repeat   the deterministic tests N times in random order (N=1000)"
+	@echo "make repeat   a third of the deterministic tests in random order, N times (N=1000)"
 
 demo: $(VENV)/.ready-demo
 	@$(RUN) -m examples.pipeline $(ARGS)

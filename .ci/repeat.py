@@ -2,7 +2,10 @@
 
 The imports and the collection, most of all that of torch, take as long as the tests. They are done once; each run is a
 child that is forked there, with an order and a directory of its own. As many children run at once as there are cores,
-so that none has a machine to itself. `pytest -m deterministic --randomly-seed=SEED` is the same run alone, with more.
+so that none has a machine to itself.
+
+A run takes a share of the tests, drawn by its seed, so that it lasts 5 s at most: nobody waits for a thousand longer
+ones. So in N runs each test has its turn N / SHARE times, each time after others. Its seed alone brings a run back.
 
 Left out are tests of modules that have no tasks, threads and sockets, more than half of all: what is computed alone is
 the same each time, and `make test` runs those in random order, too.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import faulthandler
 import inspect
 import os
+import random
 import select
 import shutil
 import signal
@@ -27,6 +31,9 @@ import pytest
 
 # Seconds for one run: many times what it takes on a machine that is busy with other things too.
 LIMIT = 300
+
+# One test of so many is in a run.
+SHARE = 3
 
 
 @attrs.frozen
@@ -120,6 +127,7 @@ def _be_run(session: pytest.Session, seed: int, directory: Path) -> None:
             plugins.unregister(plugins.getplugin("terminalreporter"))
             plugins.register(report)
             session.config.option.randomly_seed = seed
+            session.items = random.Random(seed).sample(session.items, len(session.items) // SHARE)
             hook.pytest_collection_modifyitems(session=session, config=session.config, items=session.items)
             for item, following in zip(session.items, [*session.items[1:], None], strict=True):
                 hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -151,7 +159,7 @@ def main(runs: int, first: int) -> int:
         return int(status) or 1
     took = time.monotonic() - started
     print(
-        f"deterministic tests: {runs} runs in random order, {len(repeat.failed)} failed"
+        f"deterministic tests: {runs} runs of one in {SHARE} in random order, {len(repeat.failed)} failed"
         f"{f' (seeds {sorted(repeat.failed)})' if repeat.failed else ''}, "
         f"{took:.0f} s, {took / runs:.1f} s a run ({sum(repeat.seconds) / runs:.1f} s of processor time)"
     )
