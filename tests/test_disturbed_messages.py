@@ -11,7 +11,7 @@ from rig import FAST, Outcome, Pair, assert_free, begin, filled, is_local, open_
 
 from trio_mori import Gone, NotReady, RemoteProtocolError
 from trio_mori._log_limit import BURST
-from trio_mori._protocol import wire
+from trio_mori._protocol import stock_wire, wire
 from trio_mori._reception import NativePeer
 from trio_mori._upstream import Upstream
 from trio_mori._zmq import open_dialler
@@ -116,7 +116,7 @@ async def test_a_refusal_that_ends_while_a_get_hears_of_it_is_raised_all_the_sam
 async def test_a_sender_that_speaks_the_native_dialect_is_never_taken_for_a_stock_one_on_that_connection() -> None:
     async with open_pair(receiver=FAST) as pair, trio.open_nursery() as nursery:
         outcome = await get_that_waits(pair, nursery)
-        say_to_receiver(pair, wire.encode_stock_answer(wire.TRANSFER_ERROR))
+        say_to_receiver(pair, stock_wire.encode_answer(stock_wire.TRANSFER_ERROR))
         await wait_until(lambda: pair.receiver.statistics().events["malformed_in"])
         assert upstream_of(pair).stock is None
         await pair.put("k", {"a": 1})

@@ -25,7 +25,7 @@ from rig import LIMIT, SOON, Pair, filled, open_pair, port_of, wait_until
 from trio_mori import open_connector
 from trio_mori._engines import _shm_owner as owners
 from trio_mori._offers import offers_of
-from trio_mori._protocol import wire
+from trio_mori._protocol import stock_wire, wire
 from trio_mori._zmq import open_dialler
 from trio_mori.abc import Arrived, Connected, Link
 
@@ -41,8 +41,8 @@ SEEDS: list[list[bytes]] = [
     wire.encode(
         wire.Requests(b"s" * 16, 1, b"e" * 16, [wire.Cancel([1]), wire.Heartbeat(1, 1, [1], [], []), wire.Bye()])
     ),
-    wire.encode_stock_request(wire.StockQuery("k@0_1")),
-    wire.encode_stock_request(wire.StockPull("k@0_1", b"e", b"m", 0, 100)),
+    stock_wire.encode_request(stock_wire.Query("k@0_1")),
+    stock_wire.encode_request(stock_wire.Pull("k@0_1", b"e", b"m", 0, 100)),
 ]
 
 
@@ -192,8 +192,8 @@ async def test_two_thousand_connections_that_come_and_go_leave_nothing() -> None
                 for link in links:
                     assert await link.receive() == [Connected()]
                     link.send(wire.encode(wire.Hello(1, 1, os.urandom(16), 1, 5.0, HELLO.offers, DEPLOYMENT)))
-                    link.send(wire.encode_stock_request(wire.StockQuery("nothing@0_1")))
-                    link.send(wire.encode_stock_request(wire.StockPull("nothing@0_1", b"e", b"m", 0, 1)))
+                    link.send(stock_wire.encode_request(stock_wire.Query("nothing@0_1")))
+                    link.send(stock_wire.encode_request(stock_wire.Pull("nothing@0_1", b"e", b"m", 0, 1)))
                 for link in links:
                     answers: list[object] = []
                     while len(answers) < 3:

@@ -10,7 +10,7 @@ import trio
 from ._endpoint import dialled_host, format_endpoint
 from ._errors import BindFailed, PortHeld, RemoteProtocolError
 from ._keys import Keys
-from ._protocol import wire
+from ._protocol import stock_wire, wire
 from ._zmq import open_dialler
 from ._zmtp import LISTENER, fetch_name
 from .abc import Arrived, Link, Refused
@@ -106,8 +106,8 @@ async def _converse(link: Link, inquiry: wire.Inquiry, seconds: float) -> wire.H
 def _understand(event: Arrived) -> wire.Holder | str:
     try:
         if not wire.is_native(event.frames):
-            answer = wire.decode_stock_answer(event.frames)
-            return _STOCK if answer == wire.TRANSFER_ERROR else _STRANGER
+            answer = stock_wire.decode_answer(event.frames)
+            return _STOCK if answer == stock_wire.TRANSFER_ERROR else _STRANGER
         body = wire.decode_from_holder(event.frames)
     except RemoteProtocolError:
         return _STRANGER

@@ -17,7 +17,7 @@ from ._errors import ConnectorClosed, NoRoom, TransferFailed
 from ._events import EXPIRED, PEER_LOST, UNFETCHED
 from ._gpu import current_stream, mark, wait_over
 from ._pool import INLINE_COPY, Pool
-from ._protocol import wire
+from ._protocol import stock_wire, wire
 from ._protocol.entries import Course, Entry, Fetch, Session, StockCaller, Ticket
 from ._protocol.extents import OUTBOUND, Extent
 from ._protocol.keys import edge_of
@@ -247,7 +247,7 @@ class Sender:
             answers, book.pulls.answers = book.pulls.answers, []
             for caller, answer in answers:
                 assert isinstance(caller.handle, StockPeer)
-                caller.handle.link.send(wire.encode_stock_answer(answer), caller.route)
+                caller.handle.link.send(stock_wire.encode_answer(answer), caller.route)
         if book.talking:
             for session in book.talking:
                 self._compose_later(session)

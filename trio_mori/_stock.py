@@ -15,7 +15,7 @@ from ._config import ConnectorConfig
 from ._errors import NotReady, PeerLost, RemoteProtocolError, TransferFailed, TrioMoriError
 from ._keys import Keys
 from ._pool import Pool
-from ._protocol import wire
+from ._protocol import stock_wire
 from ._protocol.extents import INBOUND, Extent
 from ._protocol.inbox import Inbox
 from ._zmq import open_dialler
@@ -51,7 +51,7 @@ class _Socket:
     asked: bool = False
     doubted: Extent | None = None
 
-    async def ask(self, request: wire.StockQuery | wire.StockPull) -> bytes | wire.StockFound:
+    async def ask(self, request: stock_wire.Query | stock_wire.Pull) -> bytes | stock_wire.Found:
         """Send a request and wait for its answer. `asked` says whether it was sent.
 
         Raises:
@@ -61,11 +61,11 @@ class _Socket:
         while not self.connected:
             for event in await self.link.receive():
                 self.connected = isinstance(event, Connected)
-        self.link.send(wire.encode_stock_request(request))
+        self.link.send(stock_wire.encode_request(request))
         self.asked = True
         return await self.answer()
 
-    async def answer(self) -> bytes | wire.StockFound:
+    async def answer(self) -> bytes | stock_wire.Found:
         """Wait for the answer to the request that is under way."""
         while True:
             frames, broke = None, False
@@ -76,7 +76,7 @@ class _Socket:
                     self.connected = isinstance(event, Connected)
                     broke = broke or not self.connected
             if frames is not None:
-                return wire.decode_stock_answer(frames)
+                return stock_wire.decode_answer(frames)
             if broke:
                 raise PeerLost(f"the connection to {self.link.address} broke", peer=self.link.address)
 
@@ -206,31 +206,31 @@ class StockSender:
             extent = await self._pull(socket, key, found.data_size)
             return StockArrival(key, self._buffer(extent, found.data_size), is_raw=found.is_fast_path)
 
-    async def _find(self, socket: _Socket, key: str, known: Mapping[str, object]) -> wire.StockFound | None:
+    async def _find(self, socket: _Socket, key: str, known: Mapping[str, object]) -> stock_wire.Found | None:
         """The size of a payload, from put's metadata or by a query; None if the sender does not have it."""
         size, is_raw = known.get("data_size"), known.get("is_fast_path")
         if isinstance(size, int) and size > 0 and isinstance(is_raw, bool):
-            return wire.StockFound(key, size, is_raw)
-        answer: bytes | wire.StockFound = wire.NOT_FOUND
+            return stock_wire.Found(key, size, is_raw)
+        answer: bytes | stock_wire.Found = stock_wire.NOT_FOUND
         try:
             with trio.move_on_after(QUERY_TIMEOUT) as limit:
-                answer = await socket.ask(wire.StockQuery(key))
+                answer = await socket.ask(stock_wire.Query(key))
         except (PeerLost, RemoteProtocolError):
             socket.over.set()
             return None
         if limit.cancelled_caught:
             socket.over.set()  # a late answer must never be taken for that to a newer request
-        if isinstance(answer, wire.StockFound) and answer.data_size == 0:
+        if isinstance(answer, stock_wire.Found) and answer.data_size == 0:
             raise RemoteProtocolError(f"{self._name} says that {key!r} has 0 bytes")
-        return answer if isinstance(answer, wire.StockFound) else None
+        return answer if isinstance(answer, stock_wire.Found) else None
 
     async def _pull(self, socket: _Socket, key: str, size: int) -> Extent:
         """Have a payload written into the pool; the extent is leased."""
         extent = await self._pool.reserve(size, INBOUND)
         descriptor = self._engine.descriptor
-        request = wire.StockPull(key, descriptor.engine, descriptor.memory, extent.offset, size)
+        request = stock_wire.Pull(key, descriptor.engine, descriptor.memory, extent.offset, size)
         seconds = self._config.transfer_timeout(size)
-        answer: bytes | wire.StockFound | None = None
+        answer: bytes | stock_wire.Found | None = None
         self._book.expose(extent)
         try:
             with trio.move_on_after(seconds):
@@ -242,14 +242,14 @@ class StockSender:
                 socket.doubted = extent
                 socket.over.set()
             else:
-                self._settle(extent, lease=answer == wire.TRANSFER_DONE)
+                self._settle(extent, lease=answer == stock_wire.TRANSFER_DONE)
         if answer is None:
             held = f"{size} bytes of the pool are in quarantine until it comes" if socket.asked else "it was not asked"
             raise TransferFailed(
                 f"pull of {key!r} from {self._name}: no answer within {seconds:g} s; {held}; get it again",
                 settled=not socket.asked,
             )
-        if answer != wire.TRANSFER_DONE:
+        if answer != stock_wire.TRANSFER_DONE:
             raise TransferFailed(
                 f"pull of {key!r} refused by {self._name} (trans_error): it has not {size} bytes under that key, or "
                 "its engine failed; the payload, if there is one, stays there: get it again"

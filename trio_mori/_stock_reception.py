@@ -14,7 +14,7 @@ from ._config import ConnectorConfig
 from ._errors import DescriptorRefused, NoRoom, RemoteProtocolError, TooBig, UnsupportedPayload
 from ._log_limit import LogLimit
 from ._pool import INLINE_COPY, Pool
-from ._protocol import wire
+from ._protocol import stock_wire
 from ._protocol.entries import Entry
 from ._protocol.extents import OUTBOUND
 from ._protocol.outbox import Outbox
@@ -38,7 +38,7 @@ class _Request:
 
     link: Link
     route: bytes
-    body: wire.StockQuery | wire.StockPull
+    body: stock_wire.Query | stock_wire.Pull
     came_at: float
 
 
@@ -95,11 +95,11 @@ class StockReception:
     def on_arrival(self, link: Link, event: Arrived) -> None:
         """A message that is not of the native dialect came."""
         try:
-            body = wire.decode_stock_request(event.frames)
+            body = stock_wire.decode_request(event.frames)
         except RemoteProtocolError as error:
             self.malformed += 1
             logger.debug("malformed request from route %s: %s", event.route.hex(), error)
-            link.send(wire.encode_stock_answer(wire.TRANSFER_ERROR), event.route)
+            link.send(stock_wire.encode_answer(stock_wire.TRANSFER_ERROR), event.route)
             return
         self._consider(_Request(link, event.route, body, trio.current_time()))
 
@@ -107,7 +107,9 @@ class StockReception:
         """Answer a request, or begin what its answer waits for."""
         body = request.body
         if self._sender.closing:  # it is over: there is nothing any more, and no room to make it in
-            self._answer(request, wire.NOT_FOUND if isinstance(body, wire.StockQuery) else wire.TRANSFER_ERROR)
+            self._answer(
+                request, stock_wire.NOT_FOUND if isinstance(body, stock_wire.Query) else stock_wire.TRANSFER_ERROR
+            )
             return
         caller, entry = self._book.pulls.begin(request.route, body.request_id)
         if entry in self._waiting:
@@ -120,15 +122,19 @@ class StockReception:
                 return
             self._book.pulls.end_encoding(entry, made=self._encode(entry))
         size = None if entry is None else entry.stock_size
-        if isinstance(body, wire.StockQuery):
-            found = wire.NOT_FOUND if entry is None or size is None else wire.StockFound(entry.key, size, entry.is_raw)
+        if isinstance(body, stock_wire.Query):
+            found = (
+                stock_wire.NOT_FOUND
+                if entry is None or size is None
+                else stock_wire.Found(entry.key, size, entry.is_raw)
+            )
             self._answer(request, found)
             return
         try:
             peer = self._engine.add_peer(Descriptor(body.engine_desc_packed, body.mem_desc_packed))
         except DescriptorRefused as error:
             self._warn("pull of %r refused: %s", body.request_id, error)
-            self._answer(request, wire.TRANSFER_ERROR)
+            self._answer(request, stock_wire.TRANSFER_ERROR)
             return
         self._keep(peer)
         caller.handle = StockPeer(request.link, peer, request.came_at)
@@ -139,8 +145,8 @@ class StockReception:
             self._warn("pull of %r refused: it asks for %d bytes of %d", entry.key, body.length, size)
         self._book.pull(caller, entry, destination=body.dst_offset, length=body.length, region_size=peer.size)
 
-    def _answer(self, request: _Request, answer: bytes | wire.StockFound) -> None:
-        request.link.send(wire.encode_stock_answer(answer), request.route)
+    def _answer(self, request: _Request, answer: bytes | stock_wire.Found) -> None:
+        request.link.send(stock_wire.encode_answer(answer), request.route)
 
     def _warn(self, text: str, *details: object) -> None:
         if self._log_limit.admits():

@@ -27,7 +27,7 @@ from ._keys import Keys
 from ._log_limit import LogLimit
 from ._offers import find_offer, landing_of, names_of, offers_of
 from ._protocol import interests as book
-from ._protocol import wire
+from ._protocol import stock_wire, wire
 from ._protocol.inbox import Inbox
 from ._protocol.interests import Channel, Interest
 from ._statistics import KnownSender, SenderStanding
@@ -444,7 +444,7 @@ class Upstream:
 
     def _on_stock_answer(self, event: Arrived) -> None:
         """A stock sender answers our hello, and nothing else on this connection."""
-        if wire.decode_stock_answer(event.frames) != wire.TRANSFER_ERROR or self.stock is not None:
+        if stock_wire.decode_answer(event.frames) != stock_wire.TRANSFER_ERROR or self.stock is not None:
             return
         if self.channel.up:
             raise RemoteProtocolError("a native sender does not answer so: what we sent did not come whole")

@@ -33,6 +33,7 @@ OTHERS = "benchmark, vllm-omni"
 # Whose a file is: the first with which its name begins. What is of none (the standard library, torch) is its caller's.
 JOBS = (
     ("trio_mori/_protocol/wire.py", "messages"),
+    ("trio_mori/_protocol/stock_wire.py", "messages"),
     ("trio_mori/_protocol/", "the books"),
     ("trio_mori/_payload_copy.py", "copies, tensors"),
     ("trio_mori/_engines/", "copies, tensors"),

@@ -21,7 +21,7 @@ from trio_mori._engines import _cuda_owner, _shm_owner
 from trio_mori._engines._mori_identity import process_of
 from trio_mori._payload import restore
 from trio_mori._payload_glance import glance, is_raw
-from trio_mori._protocol import wire
+from trio_mori._protocol import stock_wire, wire
 from trio_mori._stock_payload import stock_decode, stock_encode, stock_size
 from trio_mori._unix_transport import _unpack
 from trio_mori.abc import Descriptor
@@ -92,12 +92,12 @@ def from_holder(data: bytes) -> None:
 
 def stock_request(data: bytes) -> None:
     """The vllm-omni dialect, as a sender hears it."""
-    wire.decode_stock_request([b"", data])
+    stock_wire.decode_request([b"", data])
 
 
 def stock_answer(data: bytes) -> None:
     """The vllm-omni dialect, as a receiver hears it."""
-    wire.decode_stock_answer([b"", data])
+    stock_wire.decode_answer([b"", data])
 
 
 def shm_descriptor(data: bytes) -> None:

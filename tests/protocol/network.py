@@ -14,7 +14,7 @@ from world_receiver import Receiver
 from world_sender import Encoding, Sender
 
 from trio_mori._errors import NoRoom
-from trio_mori._protocol import wire
+from trio_mori._protocol import stock_wire
 from trio_mori._protocol.entries import StockCaller
 from trio_mori._protocol.extents import OUTBOUND
 
@@ -233,7 +233,7 @@ class World:
 
     def stock_answered(self, sender: Sender, caller: StockCaller, answer: bytes) -> None:
         pull = self.stock_pulls.pop(caller.route, None)
-        if answer != wire.TRANSFER_DONE:
+        if answer != stock_wire.TRANSFER_DONE:
             return
         assert pull is not None, "an answer to nobody"
         put = pull.put

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from desks import KEY, REGION, UNIT, SenderDesk
 
-from trio_mori._protocol import wire
+from trio_mori._protocol import stock_wire
 from trio_mori._protocol.entries import Entry, Phase
 from trio_mori._protocol.extents import OUTBOUND
 
@@ -53,12 +53,12 @@ def test_a_structure_can_be_pulled_when_its_stock_form_has_been_written_and_not_
     caller, found = desk.book.pulls.begin(b"a", KEY)
     assert found is entry
     desk.book.pull(caller, entry, destination=0, length=2 * UNIT, region_size=REGION)
-    assert desk.book.pulls.answers.pop() == (caller, wire.TRANSFER_ERROR)
+    assert desk.book.pulls.answers.pop() == (caller, stock_wire.TRANSFER_ERROR)
     desk.book.pulls.end_encoding(entry)
     assert entry.stock_size == 2 * UNIT
     desk.book.pull(caller, entry, destination=0, length=2 * UNIT, region_size=REGION)
     desk.written()
-    assert desk.book.pulls.answers.pop() == (caller, wire.TRANSFER_DONE)
+    assert desk.book.pulls.answers.pop() == (caller, stock_wire.TRANSFER_DONE)
     desk.wait(6)
     assert desk.clean
 

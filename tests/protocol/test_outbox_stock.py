@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from desks import KEY, REGION, UNIT, SenderDesk
 
-from trio_mori._protocol import wire
+from trio_mori._protocol import stock_wire
 from trio_mori._protocol.entries import Entry, Phase, StockCaller, Ticket
 from trio_mori._protocol.extents import OUTBOUND
 
@@ -41,7 +41,7 @@ def test_a_pull_writes_the_payload_and_is_answered_when_that_has_ended() -> None
     assert (ticket.source, ticket.destination, ticket.size) == (entry.extent.offset, 3 * UNIT, 100)
     assert not desk.answers()
     desk.end(ticket)
-    assert desk.answers() == [wire.TRANSFER_DONE]
+    assert desk.answers() == [stock_wire.TRANSFER_DONE]
     assert entry.phase is Phase.DELIVERED
     assert desk.book.counters.stock_delivered == 1
 
@@ -55,7 +55,7 @@ def test_what_was_pulled_is_kept_until_the_caller_asks_for_something_else() -> N
     assert again is entry, "the answer was lost"
     desk.book.pull(caller, entry, destination=0, length=100, region_size=REGION)
     desk.written()
-    assert desk.answers() == [wire.TRANSFER_DONE, wire.TRANSFER_DONE]
+    assert desk.answers() == [stock_wire.TRANSFER_DONE, stock_wire.TRANSFER_DONE]
     desk.ask("another@0_1")
     assert desk.clean
 
@@ -90,7 +90,7 @@ def test_a_pull_of_another_length_or_past_the_region_is_refused_and_the_payload_
     desk = StockDesk()
     entry = desk.put()
     desk.pull(length, destination=destination)
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
     assert not desk.book.starting
     assert entry.phase is Phase.PUBLISHED
     assert desk.book.counters.refused_pulls == 1
@@ -100,10 +100,10 @@ def test_a_structure_is_pulled_in_its_stock_encoding_and_not_without() -> None:
     desk = StockDesk()
     entry = desk.put(size=100, raw=False)
     desk.pull(100)
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
     desk.encode(entry, 300)
     desk.pull(100)
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
     desk.pull(300)
     ticket = desk.begun()
     assert entry.encoding is not None
@@ -123,9 +123,9 @@ def test_a_second_pull_of_a_caller_whose_first_is_under_way_is_refused() -> None
     assert again is caller
     assert entry is other
     desk.book.pull(caller, other, destination=0, length=100, region_size=REGION)
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
     desk.end(ticket)
-    assert desk.answers() == [wire.TRANSFER_DONE]
+    assert desk.answers() == [stock_wire.TRANSFER_DONE]
 
 
 def test_nothing_is_pulled_from_a_sender_that_closes() -> None:
@@ -133,7 +133,7 @@ def test_nothing_is_pulled_from_a_sender_that_closes() -> None:
     desk.put()
     desk.book.stop()
     desk.pull()
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
 
 
 def test_a_pull_that_fails_leaves_the_payload_for_whoever_waits() -> None:
@@ -145,7 +145,7 @@ def test_a_pull_that_fails_leaves_the_payload_for_whoever_waits() -> None:
     desk.fetch(session, 1)
     assert not desk.book.starting
     desk.fail(ticket, settled=True)
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
     assert desk.begun().holder is session.fetches[1]
 
 
@@ -157,7 +157,7 @@ def pulled_late(desk: StockDesk, how: str) -> Ticket:
         desk.wait(21)
     else:
         desk.fail(ticket, settled=False)
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
     return ticket
 
 
@@ -191,7 +191,7 @@ def test_a_caller_whose_write_was_given_up_gets_the_payload_when_it_asks_again(h
         assert not desk.answers()
         assert entry.phase is Phase.CLAIMED
     desk.end(ticket)
-    assert desk.answers() == [wire.TRANSFER_DONE]
+    assert desk.answers() == [stock_wire.TRANSFER_DONE]
     assert desk.ask()[1] is entry, "it may have lost the answer"
     desk.pull()
     desk.written()
@@ -208,7 +208,7 @@ def test_a_payload_that_is_cleaned_up_during_its_pull_is_not_delivered() -> None
     ticket = desk.begun()
     desk.book.cleanup([entry])
     desk.end(ticket)
-    assert desk.answers() == [wire.TRANSFER_ERROR]
+    assert desk.answers() == [stock_wire.TRANSFER_ERROR]
     assert desk.clean
 
 

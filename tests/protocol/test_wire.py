@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_mori._errors import RemoteProtocolError
-from trio_mori._protocol import wire
+from trio_mori._protocol import stock_wire, wire
 
 deterministic = pytest.mark.deterministic
 
@@ -97,7 +97,7 @@ def test_the_last_frame_of_every_native_message_is_no_msgpack(body: Any) -> None
     with pytest.raises(msgspec.DecodeError):
         msgspec.msgpack.decode(frames[-1])
     with pytest.raises(RemoteProtocolError):
-        wire.decode_stock_request([b"", frames[-1]])
+        stock_wire.decode_request([b"", frames[-1]])
 
 
 @deterministic
@@ -222,28 +222,28 @@ FOUND = b"\x83\xaarequest_id\xa5k@0_1\xa9data_size\xcd\x01\x00\xacis_fast_path\x
 
 @deterministic
 def test_requests_and_answers_have_the_bytes_of_the_stock_connector() -> None:
-    query, pull = wire.StockQuery(KEY), wire.StockPull(KEY, b"ed", b"md", 4096, 65536)
-    assert wire.encode_stock_request(query) == [b"", QUERY]
-    assert wire.encode_stock_request(pull) == [b"", PULL]
-    assert wire.decode_stock_request([b"", QUERY]) == query
-    assert wire.decode_stock_request([b"", PULL]) == pull
-    assert wire.encode_stock_answer(wire.StockFound(KEY, 256, True)) == [b"", FOUND]
-    assert wire.decode_stock_answer([b"", FOUND]) == wire.StockFound(KEY, 256, True)
+    query, pull = stock_wire.Query(KEY), stock_wire.Pull(KEY, b"ed", b"md", 4096, 65536)
+    assert stock_wire.encode_request(query) == [b"", QUERY]
+    assert stock_wire.encode_request(pull) == [b"", PULL]
+    assert stock_wire.decode_request([b"", QUERY]) == query
+    assert stock_wire.decode_request([b"", PULL]) == pull
+    assert stock_wire.encode_answer(stock_wire.Found(KEY, 256, True)) == [b"", FOUND]
+    assert stock_wire.decode_answer([b"", FOUND]) == stock_wire.Found(KEY, 256, True)
 
 
 @deterministic
 @pytest.mark.parametrize("answer", [b"info_not_found", b"trans_done", b"trans_error"])
 def test_the_fixed_answers_are_the_stock_connectors(answer: bytes) -> None:
-    assert answer in (wire.NOT_FOUND, wire.TRANSFER_DONE, wire.TRANSFER_ERROR)
-    assert wire.encode_stock_answer(answer) == [b"", answer]
-    assert wire.decode_stock_answer([b"", answer]) == answer
+    assert answer in (stock_wire.NOT_FOUND, stock_wire.TRANSFER_DONE, stock_wire.TRANSFER_ERROR)
+    assert stock_wire.encode_answer(answer) == [b"", answer]
+    assert stock_wire.decode_answer([b"", answer]) == answer
 
 
 @deterministic
 def test_what_a_later_stock_connector_may_add_is_not_looked_at() -> None:
     more = {"request_id": KEY, "data_size": 1, "is_fast_path": False, "checksum": 5}
-    assert wire.decode_stock_answer([b"", msgspec.msgpack.encode(more)]) == wire.StockFound(KEY, 1, False)
-    assert wire.decode_stock_request([b"", b"query_info" + msgspec.msgpack.encode(more)]) == wire.StockQuery(KEY)
+    assert stock_wire.decode_answer([b"", msgspec.msgpack.encode(more)]) == stock_wire.Found(KEY, 1, False)
+    assert stock_wire.decode_request([b"", b"query_info" + msgspec.msgpack.encode(more)]) == stock_wire.Query(KEY)
 
 
 def packed(**changes: Any) -> bytes:
@@ -282,16 +282,16 @@ REFUSED_STOCK = {
 @pytest.mark.parametrize("frames", REFUSED_STOCK.values(), ids=REFUSED_STOCK)
 def test_what_is_no_request_of_a_stock_connector_is_refused(frames: Sequence[bytes]) -> None:
     with pytest.raises(RemoteProtocolError):
-        wire.decode_stock_request(frames)
+        stock_wire.decode_request(frames)
     with pytest.raises(RemoteProtocolError):
-        wire.decode_stock_answer(frames)
+        stock_wire.decode_answer(frames)
 
 
 @deterministic
 @pytest.mark.parametrize("answer", [b"trans_don", b"trans_done ", b"\xc3", FOUND[:-1], b"\x80", b"\x92\x01\x02"])
 def test_what_is_no_answer_of_a_stock_connector_is_refused(answer: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        wire.decode_stock_answer([b"", answer])
+        stock_wire.decode_answer([b"", answer])
 
 
 # --- whatever comes ---------------------------------------------------------------------------------------
@@ -300,8 +300,8 @@ CODECS: list[tuple[Callable[[Sequence[bytes]], Any], Callable[[Any], list[bytes]
     (wire.decode_from_receiver, wire.encode),
     (wire.decode_from_sender, wire.encode),
     (wire.decode_from_holder, wire.encode),
-    (wire.decode_stock_request, wire.encode_stock_request),
-    (wire.decode_stock_answer, wire.encode_stock_answer),
+    (stock_wire.decode_request, stock_wire.encode_request),
+    (stock_wire.decode_answer, stock_wire.encode_answer),
 ]
 GOOD = [wire.encode(body) for body in FROM_RECEIVER + FROM_SENDER + FROM_HOLDER] + [
     [b"", each] for each in (QUERY, PULL, FOUND)

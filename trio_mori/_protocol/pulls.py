@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from . import wire
+from . import stock_wire
 from .alarm import Alarm
 from .entries import ENTRY_TABLE, Counters, Course, Encoding, Entry, Event, Phase, StockCaller, Ticket, step
 from .extents import Extent
@@ -97,7 +97,7 @@ class Pulls:
 
     def fail(self, caller: StockCaller) -> None:
         """Tell a caller that its pull came to nothing."""
-        self.answers.append((caller, wire.TRANSFER_ERROR))
+        self.answers.append((caller, stock_wire.TRANSFER_ERROR))
 
     def give_up(self, caller: StockCaller) -> None:
         """Tell a caller that its pull failed, though its write may still go on; its next request is a new caller's.
@@ -118,7 +118,7 @@ class Pulls:
             self._counters.stock_delivered += 1
             caller.held, caller.held_until = entry, now + self._keep
             self._alarm.at = min(self._alarm.at, caller.held_until)
-            self.answers.append((caller, wire.TRANSFER_DONE))
+            self.answers.append((caller, stock_wire.TRANSFER_DONE))
             return
         self._callers.pop(caller.route, None)
         self.fail(caller)

@@ -1,13 +1,10 @@
-"""Messages between peers, and their encoding: the native dialect and the vllm-omni dialect.
+"""Messages between peers of the native dialect, and their encoding.
 
-**Native.** Two frames: `MAGIC`, and a body that is `0xC1` followed by one msgpack array. No msgpack decoder accepts
-`0xC1`, and a stock sender decodes the last frame whatever came before it: it answers `trans_error`, which is how we
-learn what it is. A body is a `Hello`, a `Welcome`, a `VersionRange`, a `Stale`, or a batch of messages under one
-header: the receiver's session, the connection's generation, the sender's epoch. A batch whose header does not match
-changes nothing. Between two senders that want one port it is an `Inquiry` or a `Holder`.
-
-**vllm-omni.** One request in flight per connection, two frames (an empty delimiter and a payload), answered in
-kind. Requests and answers are msgpack maps or one of four fixed byte strings.
+Two frames: `MAGIC`, and a body that is `0xC1` followed by one msgpack array. No msgpack decoder accepts `0xC1`, and a
+stock sender decodes the last frame whatever came before it: it answers `trans_error`, which is how we learn what it is.
+A body is a `Hello`, a `Welcome`, a `VersionRange`, a `Stale`, or a batch of messages under one header: the receiver's
+session, the connection's generation, the sender's epoch. A batch whose header does not match changes nothing. Between
+two senders that want one port it is an `Inquiry` or a `Holder`.
 
 Decoding trusts nothing: a body is decoded straight into typed structs with bounded fields, and anything else raises
 `RemoteProtocolError`.
@@ -359,87 +356,3 @@ def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[_Body]) ->
         return decoder.decode(memoryview(body)[1:])
     except (msgspec.DecodeError, RecursionError) as error:
         raise RemoteProtocolError(f"malformed native message: {error}") from error
-
-
-# --- the vllm-omni dialect --------------------------------------------------------------------------------
-
-QUERY = b"query_info"
-NOT_FOUND = b"info_not_found"
-TRANSFER_DONE = b"trans_done"
-TRANSFER_ERROR = b"trans_error"
-
-
-class StockQuery(msgspec.Struct, frozen=True):
-    """How large is the payload of this key?"""
-
-    request_id: Key
-
-
-class StockPull(msgspec.Struct, frozen=True):
-    """Write the payload of this key to this place in my region."""
-
-    request_id: Key
-    engine_desc_packed: Blob
-    mem_desc_packed: Blob
-    dst_offset: Uint
-    length: Uint
-
-
-class StockFound(msgspec.Struct, frozen=True):
-    """Answer to a query."""
-
-    request_id: Key
-    data_size: Uint
-    is_fast_path: bool
-
-
-_stock_query = msgspec.msgpack.Decoder(StockQuery)
-_stock_pull = msgspec.msgpack.Decoder(StockPull)
-_stock_found = msgspec.msgpack.Decoder(StockFound)
-
-
-def decode_stock_request(frames: Sequence[bytes]) -> StockQuery | StockPull:
-    """Decode what a stock receiver's REQ socket sent (the routing frame already taken off).
-
-    Raises:
-        RemoteProtocolError: neither a query nor a pull.
-    """
-    if len(frames) != 2 or frames[0] != b"" or len(frames[1]) > MAX_BODY:
-        raise RemoteProtocolError(f"neither a native nor a vllm-omni request: {len(frames)} frames")
-    payload = frames[1]
-    try:
-        if payload.startswith(QUERY):
-            return _stock_query.decode(memoryview(payload)[len(QUERY) :])
-        return _stock_pull.decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed vllm-omni request: {error}") from error
-
-
-def encode_stock_request(request: StockQuery | StockPull) -> list[bytes]:
-    """The frames of a request to a stock sender, as a REQ socket would send them."""
-    prefix = QUERY if isinstance(request, StockQuery) else b""
-    return [b"", prefix + _encoder.encode(request)]
-
-
-def encode_stock_answer(answer: bytes | StockFound) -> list[bytes]:
-    """The frames of an answer to a stock receiver."""
-    return [b"", answer if isinstance(answer, bytes) else _encoder.encode(answer)]
-
-
-def decode_stock_answer(frames: Sequence[bytes]) -> bytes | StockFound:
-    """Decode a stock sender's answer: one of the four fixed strings, or `StockFound`.
-
-    Raises:
-        RemoteProtocolError: none of these.
-    """
-    if len(frames) != 2 or frames[0] != b"":
-        raise RemoteProtocolError(f"not an answer of a vllm-omni sender: {len(frames)} frames")
-    payload = frames[1]
-    if payload in (NOT_FOUND, TRANSFER_DONE, TRANSFER_ERROR):
-        return payload
-    if len(payload) > MAX_BODY:
-        raise RemoteProtocolError(f"answer of {len(payload)} bytes refused: over {MAX_BODY}")
-    try:
-        return _stock_found.decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RemoteProtocolError(f"malformed answer of a vllm-omni sender: {error}") from error
