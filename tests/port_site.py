@@ -30,7 +30,7 @@ from trio_mori import (
 )
 from trio_mori import _port as ports
 from trio_mori._protocol import wire
-from trio_mori._zmq import open_listener
+from trio_mori._zmq_listener import open_listener
 from trio_mori.abc import Arrived, Link
 from trio_mori.testing import MemoryFabric
 

@@ -14,7 +14,7 @@ from trio_mori._log_limit import BURST
 from trio_mori._protocol import stock_wire, wire
 from trio_mori._reception import NativePeer
 from trio_mori._upstream import Upstream
-from trio_mori._zmq import open_dialler
+from trio_mori._zmq_dialler import open_dialler
 from trio_mori.abc import Arrived, Connected
 
 pytestmark = pytest.mark.deterministic

@@ -31,7 +31,7 @@ from trio.testing import MockClock
 from trio_mori import NotReady, PeerLost, TransferFailed, _events, open_connector
 from trio_mori._protocol.doubts import AWAY, FORMER, OVERDUE, UNCONFIRMED, UNSETTLED, Doubt
 from trio_mori._quarantine import QuarantineWatch
-from trio_mori._zmq import open_listener
+from trio_mori._zmq_listener import open_listener
 from trio_mori.testing import MemoryFabric
 
 deterministic = pytest.mark.deterministic

@@ -26,7 +26,7 @@ from trio_mori import open_connector
 from trio_mori._engines import _shm_owner as owners
 from trio_mori._offers import offers_of
 from trio_mori._protocol import stock_wire, wire
-from trio_mori._zmq import open_dialler
+from trio_mori._zmq_dialler import open_dialler
 from trio_mori.abc import Arrived, Connected, Link
 
 REMOTE = {"same_host_link": "off"}

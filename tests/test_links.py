@@ -16,7 +16,8 @@ from trio.testing import wait_all_tasks_blocked
 from trio_mori._errors import ConnectorClosed
 from trio_mori._link import Message
 from trio_mori._unix import UnixDialler, UnixListener, open_unix_dialler, open_unix_listener
-from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
+from trio_mori._zmq_dialler import DiallingLink, open_dialler
+from trio_mori._zmq_listener import ListeningLink, open_listener
 from trio_mori.abc import Arrived, Connected, Disconnected, Link, LinkEvent
 from trio_mori.testing import (
     LINK_CHECKS,

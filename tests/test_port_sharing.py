@@ -57,7 +57,8 @@ from trio_mori import _port as ports
 from trio_mori._descriptors import no_descriptors
 from trio_mori._offers import offers_of
 from trio_mori._protocol import wire
-from trio_mori._zmq import ListeningLink, open_dialler, open_listener
+from trio_mori._zmq_dialler import open_dialler
+from trio_mori._zmq_listener import ListeningLink, open_listener
 from trio_mori.abc import Connected, Disconnected
 from trio_mori.testing import MemoryFabric
 
@@ -281,7 +282,7 @@ async def test_a_put_that_finds_no_descriptors_to_listen_with_fails_and_a_later_
     async with open_site() as site:
         first, second = await site.open(), await site.open_elsewhere()
         with monkeypatch.context() as patched:
-            patched.setattr("trio_mori._zmq.require_descriptors", refuse)
+            patched.setattr("trio_mori._zmq_listener.require_descriptors", refuse)
             with pytest.raises(NoDescriptors, match="a port that receivers connect to"):
                 await put(second, "k", b"x")
         assert (standing(first), standing(second)) == ("held", "passive")

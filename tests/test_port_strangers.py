@@ -43,7 +43,8 @@ from trio_mori import (
 from trio_mori import _address as addresses
 from trio_mori import _inquiry as inquiry
 from trio_mori._protocol import wire
-from trio_mori._zmq import open_dialler, open_listener
+from trio_mori._zmq_dialler import open_dialler
+from trio_mori._zmq_listener import open_listener
 from trio_mori.abc import Arrived, Connected, Link
 from trio_mori.testing import MemoryFabric
 

@@ -17,7 +17,8 @@ import trio
 
 from trio_mori import NoDescriptors, blocking, open_connector
 from trio_mori._engines import open_engine
-from trio_mori._zmq import open_dialler, open_listener
+from trio_mori._zmq_dialler import open_dialler
+from trio_mori._zmq_listener import open_listener
 
 POOL = {"memory_pool_size": 4 << 20}
 

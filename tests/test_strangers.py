@@ -17,7 +17,8 @@ from trio_mori._log_limit import BURST
 from trio_mori._offers import offers_of
 from trio_mori._protocol import wire
 from trio_mori._protocol.entries import Session
-from trio_mori._zmq import DiallingLink, open_dialler, open_listener
+from trio_mori._zmq_dialler import DiallingLink, open_dialler
+from trio_mori._zmq_listener import open_listener
 from trio_mori.abc import Arrived, Connected, Disconnected
 from trio_mori.testing import MemoryEngine
 

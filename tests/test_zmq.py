@@ -12,7 +12,8 @@ import zmq
 from ports import free_port
 from zmq_links import V4, Inbox, Peer, bounded, connected_pair, plain_socket
 
-from trio_mori._zmq import open_dialler, open_listener
+from trio_mori._zmq_dialler import open_dialler
+from trio_mori._zmq_listener import open_listener
 from trio_mori.abc import Arrived, Connected, Disconnected, LinkEvent
 
 # --- one connection after another -----------------------------------------------------------------------------

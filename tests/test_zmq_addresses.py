@@ -14,9 +14,10 @@ import zmq
 from ports import free_port
 from zmq_links import V4, V6, Inbox, Peer, bounded, needs_ipv6, plain_socket, run_script
 
-from trio_mori import _zmq
+from trio_mori import _zmq_listener
 from trio_mori._errors import BindFailed
-from trio_mori._zmq import open_dialler, open_listener
+from trio_mori._zmq_dialler import open_dialler
+from trio_mori._zmq_listener import open_listener
 from trio_mori.abc import Connected
 
 # --- addresses and ports --------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ async def test_an_address_given_twice_is_bound_once() -> None:
 async def test_an_ephemeral_port_taken_on_the_second_address_is_given_up_for_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bind = _zmq._bind
+    bind = _zmq_listener._bind
     thieves: list[socket.socket] = []
 
     def bind_late(zmq_socket: Peer, address: str, port: int) -> str:
@@ -62,7 +63,7 @@ async def test_an_ephemeral_port_taken_on_the_second_address_is_given_up_for_ano
             thieves.append(socket.create_server((address, port)))
         return bind(zmq_socket, address, port)
 
-    monkeypatch.setattr(_zmq, "_bind", bind_late)
+    monkeypatch.setattr(_zmq_listener, "_bind", bind_late)
     async with open_listener([V4, "127.0.0.2"], 0) as listener:
         taken = {thief.getsockname()[1] for thief in thieves}
         assert len(taken) == 3
@@ -74,13 +75,13 @@ async def test_an_ephemeral_port_taken_on_the_second_address_is_given_up_for_ano
 
 @bounded
 async def test_an_ephemeral_port_is_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_zmq, "EPHEMERAL_ATTEMPTS", 3)
+    monkeypatch.setattr(_zmq_listener, "EPHEMERAL_ATTEMPTS", 3)
     with pytest.raises(BindFailed, match="no such address"):
         async with open_listener([V4, "203.0.113.7"], 0):
             pass
     with socket.create_server((V4, 0)) as thief:
         port = thief.getsockname()[1]
-        monkeypatch.setattr(_zmq, "_port_of", lambda endpoints: port if endpoints else 0)
+        monkeypatch.setattr(_zmq_listener, "_port_of", lambda endpoints: port if endpoints else 0)
         with pytest.raises(BindFailed, match="another socket listens there"):
             async with open_listener(["127.0.0.3", V4], 0):
                 pass
@@ -161,7 +162,7 @@ def test_a_port_that_needs_privileges_says_so() -> None:
     script = f"""
         import encodings.idna, errno, os, trio
         from trio_mori._errors import BindFailed
-        from trio_mori._zmq import open_listener
+        from trio_mori._zmq_listener import open_listener
 
         async def main():
             try:

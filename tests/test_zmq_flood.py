@@ -17,8 +17,9 @@ from trio_mori import NotReady, open_connector
 from trio_mori import _zmq_flood as flood
 from trio_mori._keys import Keys
 from trio_mori._log_limit import LogLimit
-from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
+from trio_mori._zmq_dialler import DiallingLink, open_dialler
 from trio_mori._zmq_flood import Sluice, open_sluice
+from trio_mori._zmq_listener import ListeningLink, open_listener
 from trio_mori._zmq_socket import Happened, ZmqTransport, new_key_pair, open_socket
 from trio_mori.abc import Arrived, Connected, Disconnected
 
@@ -221,7 +222,7 @@ async def test_a_sender_that_is_cut_off_each_time_fills_no_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trio_mori._log_limit.BURST", 2)
-    monkeypatch.setattr("trio_mori._zmq.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("trio_mori._zmq_dialler.LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(flood, "SLACK", 0)
 
     async def serve(stream: trio.SocketStream) -> None:

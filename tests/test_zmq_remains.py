@@ -10,7 +10,8 @@ import trio
 import trio.testing
 from zmq_links import V4, bounded, connected_pair, run_script
 
-from trio_mori._zmq import open_dialler, open_listener
+from trio_mori._zmq_dialler import open_dialler
+from trio_mori._zmq_listener import open_listener
 
 
 @bounded
@@ -45,7 +46,8 @@ async def test_opening_in_a_cancelled_scope_leaves_nothing() -> None:
 
 LINKS = f"""
     import os, sys, threading, trio
-    from trio_mori._zmq import open_dialler, open_listener
+    from trio_mori._zmq_dialler import open_dialler
+    from trio_mori._zmq_listener import open_listener
 
     async def echo():
         async with open_listener(["{V4}"], 0) as listener, open_dialler("{V4}", listener.port) as dialler:

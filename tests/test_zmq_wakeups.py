@@ -18,7 +18,8 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_mori._link import QueuedLink
 from trio_mori._scope import open_service
-from trio_mori._zmq import DiallingLink, open_dialler, open_listener
+from trio_mori._zmq_dialler import DiallingLink, open_dialler
+from trio_mori._zmq_listener import open_listener
 from trio_mori.abc import Arrived, Link
 
 HOST = "127.0.0.1"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rig import LIMIT
 
 from trio_mori._keys import Keys
-from trio_mori._zmq import open_listener
+from trio_mori._zmq_listener import open_listener
 from trio_mori._zmq_socket import new_key_pair
 from trio_mori._zmtp import LISTENER, fetch_mechanism, fetch_name
 

@@ -16,7 +16,8 @@ import trio
 import trio.testing
 import zmq
 
-from trio_mori._zmq import DiallingLink, ListeningLink, open_dialler, open_listener
+from trio_mori._zmq_dialler import DiallingLink, open_dialler
+from trio_mori._zmq_listener import ListeningLink, open_listener
 from trio_mori.abc import Arrived, Connected, Link, LinkEvent
 
 V4, V6 = "127.0.0.1", "::1"

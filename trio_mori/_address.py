@@ -19,7 +19,7 @@ from ._keys import Keys
 from ._protocol import wire
 from ._sender import Sender
 from ._unix import LOCAL_PREFIX, UnixListener, open_unix_listener
-from ._zmq import ListeningLink, open_listener
+from ._zmq_listener import ListeningLink, open_listener
 
 logger = logging.getLogger("trio_mori.port")
 

@@ -11,7 +11,7 @@ from ._endpoint import dialled_host, format_endpoint
 from ._errors import BindFailed, PortHeld, RemoteProtocolError
 from ._keys import Keys
 from ._protocol import stock_wire, wire
-from ._zmq import open_dialler
+from ._zmq_dialler import open_dialler
 from ._zmtp import LISTENER, fetch_name
 from .abc import Arrived, Link, Refused
 

@@ -18,7 +18,7 @@ from ._pool import Pool
 from ._protocol import stock_wire
 from ._protocol.extents import INBOUND, Extent
 from ._protocol.inbox import Inbox
-from ._zmq import open_dialler
+from ._zmq_dialler import open_dialler
 from .abc import Arrived, Connected, Engine, Link
 
 logger = logging.getLogger("trio_mori.receiver")

@@ -33,7 +33,7 @@ from ._protocol.interests import Channel, Interest
 from ._statistics import KnownSender, SenderStanding
 from ._stock import StockSender
 from ._unix import LOCAL_PREFIX, UnixDialler, open_unix_dialler
-from ._zmq import open_dialler
+from ._zmq_dialler import open_dialler
 from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Landing, Link, Refused
 
 logger = logging.getLogger("trio_mori.receiver")
