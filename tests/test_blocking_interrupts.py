@@ -14,7 +14,7 @@ from threads import Other
 
 from trio_mori import NotReady
 from trio_mori._arrival import Arrival
-from trio_mori._portal import _Call
+from trio_mori._portal_calls import Call
 from trio_mori._staging import Reservation
 from trio_mori.blocking import COPY_IN_LOOP
 
@@ -22,9 +22,9 @@ from trio_mori.blocking import COPY_IN_LOOP
 def test_an_interrupt_as_a_call_is_answered_keeps_nothing_while_its_traceback_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wait = _Call.wait
+    wait = Call.wait
 
-    def interrupted(call: _Call[object]) -> None:
+    def interrupted(call: Call[object]) -> None:
         wait(call)
         raise KeyboardInterrupt
 
@@ -32,7 +32,7 @@ def test_an_interrupt_as_a_call_is_answered_keeps_nothing_while_its_traceback_li
     with both(pool=4 * COPY_IN_LOOP) as pair:
         pair.put("k", "here")
         with monkeypatch.context() as patch:
-            patch.setattr(_Call, "wait", interrupted)
+            patch.setattr(Call, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt) as first:
                 pair.get("k")
             with pytest.raises(KeyboardInterrupt) as second:

@@ -43,7 +43,7 @@ LAYERS = (
     ("_inquiry", "_address", "_port"),
     ("_connector",),
     ("_opening",),
-    ("_entered",),
+    ("_entered", "_portal_calls"),
     ("_portal",),
     ("blocking",),
     ("testing", "metrics", "aio", "__main__"),
@@ -182,7 +182,7 @@ def test_the_rules_import_neither_clocks_nor_sockets_nor_libraries_that_have_the
 
 @pytest.mark.deterministic
 def test_a_portal_knows_nothing_of_connectors() -> None:
-    names = {f"{PACKAGE}.{name}" for name in ("_portal", "_entered", "_descriptors", "_errors")}
+    names = {f"{PACKAGE}.{name}" for name in ("_portal", "_portal_calls", "_entered", "_descriptors", "_errors")}
     own = {each.target for each in ALL if each.importer in names and each.top == PACKAGE}
     assert own <= names
 

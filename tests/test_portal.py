@@ -91,7 +91,7 @@ def test_a_forked_child_is_refused_and_can_open_its_own() -> None:
 import os
 from contextlib import asynccontextmanager
 from trio_mori import ConnectorClosed, Misuse
-from trio_mori._portal import Portal, _Call
+from trio_mori._portal import Portal
 from trio_mori._scope import open_service
 
 async def echo(value):

@@ -208,7 +208,7 @@ def test_a_start_without_descriptors_left_says_so() -> None:
 OPEN = """
 import threading, trio
 from contextlib import asynccontextmanager
-from trio_mori._portal import Portal, _Call
+from trio_mori._portal import Portal
 from trio_mori._scope import open_service
 
 @asynccontextmanager

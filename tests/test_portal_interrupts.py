@@ -12,7 +12,8 @@ import trio.testing
 from portals import SOON, Parked, Stay, echo, interrupted_at
 from portals import open_portal as open_portal
 
-from trio_mori._portal import Portal, _Call
+from trio_mori._portal import Portal
+from trio_mori._portal_calls import Call
 
 
 def test_an_interrupt_ends_a_call_at_once_and_cancels_its_work(portal: Portal) -> None:
@@ -59,12 +60,12 @@ def test_an_interrupt_is_not_replaced_by_the_news_of_a_close(monkeypatch: pytest
     portal = Portal()
     parked = Parked()
 
-    def interrupted(call: _Call[None]) -> None:
+    def interrupted(call: Call[None]) -> None:
         assert parked.began.wait(SOON)
         portal.close()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_Call, "wait", interrupted)
+    monkeypatch.setattr(Call, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         portal.call(parked.run)
     assert parked.was_cancelled

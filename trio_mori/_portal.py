@@ -1,4 +1,4 @@
-"""One trio thread for code that has no event loop: the only threading in trio_mori."""
+"""One trio thread for code that has no event loop: all threading of trio_mori is here and in the calls into it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import atexit
 import os
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 import trio
 
@@ -19,165 +18,13 @@ if sys.version_info < (3, 11):
 from ._descriptors import require_descriptors
 from ._entered import Entered
 from ._errors import ConnectorClosed, InternalError, Misuse
+from ._portal_calls import Call, Step, Submitted, Task
 
 T = TypeVar("T")
 
 # How long closing waits for the thread beyond the grace of what runs there. A thread that has not ended then is stuck
 # in foreign code, and is left behind as a daemon rather than hang the process.
 JOIN_TIMEOUT = 30.0
-
-
-class _Call(ABC, Generic[T]):
-    """Something that runs in the loop, and whose outcome another thread waits for."""
-
-    def __init__(self, portal: Portal, what: str) -> None:
-        self.abandoned = False
-        self.portal = portal
-        self.what = what
-        self.value: T | None = None
-        self.error: BaseException | None = None
-        self.is_cut = True  # until there is an outcome
-        self._is_answered = False
-        self._gate = threading.Lock()  # taken until there is an answer; half the cost of an Event
-        self._gate.acquire()
-
-    # --- in the loop --------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Carry it out, unless it was abandoned."""
-
-    def finish(self) -> None:
-        """There is an outcome."""
-        self.is_cut = False
-        if self.abandoned:
-            self.drop()
-        self.answer()
-
-    def drop(self) -> None:
-        """Nobody takes the outcome. The traceback of whoever left may refer to this call until the loop has ended."""
-        self.value = None
-
-    def answer(self) -> None:
-        """Let the thread that waits go on. Idempotent."""
-        if not self._is_answered and not self.portal.exiting:
-            self._is_answered = True
-            self._gate.release()
-
-    # --- in the thread that waits -------------------------------------------------------------------------
-
-    def wait(self) -> None:
-        """Until there is an answer. Signals are handled meanwhile."""
-        self._gate.acquire()
-
-    def abandon(self) -> None:
-        """Nobody waits any more."""
-        self.abandoned = True
-        with suppress(ConnectorClosed):
-            self.portal.post(self.drop)
-
-    def result(self) -> T:
-        """What it returned, or raise what it raised."""
-        if self.error is not None:
-            error, self.error = self.error, None
-            try:
-                raise error
-            finally:
-                del error  # which refers to this frame
-        if self.is_cut:
-            self.portal.death_is_told = True
-            raise self.portal.closed_error(self.what, "was cut off") from self.portal.death
-        return cast(T, self.value)
-
-
-class _Step(_Call[T]):
-    """A function that runs between two tasks."""
-
-    def __init__(self, portal: Portal, what: str, function: Callable[..., T], args: tuple[object, ...]) -> None:
-        super().__init__(portal, what)
-        self._function = function
-        self._args = args
-
-    def begin(self) -> None:
-        if self.abandoned:
-            return
-        try:
-            self.value = self._function(*self._args)
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = error
-        self.finish()
-
-
-class _Task(_Call[T]):
-    """An async function that runs as a task."""
-
-    def __init__(
-        self,
-        portal: Portal,
-        what: str,
-        function: Callable[..., Awaitable[T]],
-        args: tuple[object, ...],
-        timeout: float | None,
-    ) -> None:
-        super().__init__(portal, what)
-        self._function = function
-        self._args = args
-        self._timeout = timeout
-        self._scope = trio.CancelScope()
-
-    def begin(self) -> None:
-        if self.abandoned:
-            return
-        if self.portal.tasks is None:
-            self._cut_off()
-        else:
-            self.portal.tasks.start_soon(self._run)
-
-    async def _run(self) -> None:
-        if self._timeout is not None:
-            self._scope.deadline = trio.current_time() + self._timeout
-        try:
-            with self._scope:
-                self.value = await self._function(*self._args)
-            if self._scope.cancelled_caught:
-                self.error = TimeoutError(f"{self.what} did not end within {self._timeout} s")
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
-            self.error = error
-        except BaseException:
-            self._cut_off()
-            raise
-        self.finish()
-
-    def _cut_off(self) -> None:
-        # Otherwise trio has broken down: when it is known by what, whoever still waits is told.
-        if self.portal.ending.is_set():
-            self.answer()
-
-    def drop(self) -> None:
-        self._scope.cancel()
-        super().drop()
-
-
-class Submitted(_Task[T]):
-    """A task of the loop that no thread waits for. Made by `Portal.submit`."""
-
-    def __init__(
-        self, portal: Portal, what: str, function: Callable[[], Awaitable[T]], on_answer: Callable[[], None]
-    ) -> None:
-        super().__init__(portal, what, function, (), None)
-        self._on_answer = on_answer
-
-    def answer(self) -> None:
-        if not self._is_answered:
-            self._is_answered = True
-            self.portal.forget(self)
-            if not (self.abandoned or self.portal.exiting):
-                self._on_answer()
-
-    def abandon(self) -> None:
-        """Nobody takes the outcome: it is cancelled if it can still be, and what it has returned is dropped."""
-        super().abandon()
-        self.portal.forget(self)
 
 
 class Portal:
@@ -213,7 +60,7 @@ class Portal:
         self._pid = os.getpid()
         self._token: trio.lowlevel.TrioToken | None = None
         self.ending = trio.Event()
-        self._waiting: dict[_Call[Any], None] = {}
+        self._waiting: dict[Call[Any], None] = {}
         self._stopped = False
         self.death_is_told = False
         self._ready = threading.Event()
@@ -252,7 +99,7 @@ class Portal:
             ConnectorClosed: the portal was closed, or its loop died, before or during the call.
             Misuse: called in the portal's own thread, which would wait for itself, or in a forked child.
         """
-        return self._wait(_Task(self, what, function, args, timeout))
+        return self._wait(Task(self, what, function, args, timeout))
 
     def call_sync(self, function: Callable[..., T], *args: object, what: str = "a call") -> T:
         """Run a function in the loop, between its tasks, and wait for its outcome.
@@ -260,7 +107,7 @@ class Portal:
         Raises:
             ConnectorClosed, Misuse: as `call`.
         """
-        return self._wait(_Step(self, what, function, args))
+        return self._wait(Step(self, what, function, args))
 
     def submit(
         self, function: Callable[[], Awaitable[T]], *, on_answer: Callable[[], None], what: str = "a call"
@@ -290,7 +137,7 @@ class Portal:
             raise
         return call
 
-    def forget(self, call: _Call[Any]) -> None:
+    def forget(self, call: Call[Any]) -> None:
         """It needs no answer when the loop ends. Idempotent; from any thread."""
         self._waiting.pop(call, None)
 
@@ -368,7 +215,7 @@ class Portal:
         death = f"{type(cause).__name__}: {cause}"
         return ConnectorClosed(f"{what} {fate}: the event loop of the connector died of {death}")
 
-    def _wait(self, call: _Call[T]) -> T:
+    def _wait(self, call: Call[T]) -> T:
         self._refuse_fork(call.what)
         self._refuse_own_thread(call.what)
         try:
@@ -473,30 +320,3 @@ def _innermost(error: BaseException) -> BaseException:
             error = error.exceptions[0]
         else:
             return error
-
-
-def ask(post: Callable[[Callable[[], object]], object], function: Callable[[], T], seconds: float) -> T | None:
-    """What a function returns that a loop calls between two tasks; None if it does not come to it in time.
-
-    Args:
-        post: Has a function called in that loop.
-
-    Raises:
-        trio.RunFinishedError, ConnectorClosed, Misuse: there is no such loop any more, or not in this process.
-    """
-    answered = threading.Event()
-    answers: list[T] = []
-    errors: list[Exception] = []
-
-    def answer() -> None:
-        try:
-            answers.append(function())
-        except Exception as error:  # noqa: BLE001 - raised again in the thread that asks
-            errors.append(error)
-        answered.set()
-
-    post(answer)
-    answered.wait(seconds)
-    if errors:
-        raise errors[0]
-    return answers[0] if answers else None

@@ -29,7 +29,7 @@ except ImportError as error:
 
 from ._connector import Connector
 from ._errors import ConnectorClosed, Misuse
-from ._portal import ask
+from ._portal_calls import ask
 from ._statistics import ConnectorStatistics, SenderStanding
 from .blocking import BlockingConnector
 
