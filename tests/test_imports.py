@@ -35,6 +35,7 @@ LAYERS = (
             "_pages",
             "_spare",
             "_descriptors",
+            "_presence",
         ),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),

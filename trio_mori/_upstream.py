@@ -22,10 +22,11 @@ from ._errors import (
     RemoteProtocolError,
     TrioMoriError,
 )
-from ._events import OTHER_STAGE, PEER_ENDED, PEER_LOST, SENDER_ABSENT, SENDER_REFUSED
+from ._events import PEER_ENDED, PEER_LOST, SENDER_REFUSED
 from ._keys import Keys
 from ._log_limit import LogLimit
 from ._offers import find_offer, landing_of, names_of, offers_of
+from ._presence import Presence
 from ._protocol import interests as book
 from ._protocol import stock_wire, wire
 from ._protocol.inbox import Inbox
@@ -44,11 +45,6 @@ MAX_NOTICES = 1024
 
 # How often in a row a sender may not have understood a hello before it counts as one that never does.
 _HELLOS = 3
-
-# Seconds for which a sender may be absent while gets wait for it before that is said. One that starts beside its
-# receiver imports torch for two or three. It is looked at with each heartbeat, so that nobody is woken for it: with the
-# default interval it is said after 3 to 8 s.
-PATIENCE = 3.0
 
 # A reason of `Interest.failure` beside those of the book: the peer turned out to speak the other dialect.
 CHANGED_DIALECT = 301
@@ -126,13 +122,9 @@ class Upstream:
         self._local: UnixDialler | None = None
         self._tried: set[str] = set()
         self._composing = False
-        self._last_heard = inf
+        self._presence = Presence(surroundings.config, endpoint.address)
         self._misunderstood = 0  # since the last welcome
-        self._absent_since = trio.current_time()  # inf while it is there
-        self._was_there = False
-        self._stage_told = -1  # which was not the one that this side gets from
         self._watched: dict[bytes, bool] = {}  # incarnations to whose end it listens: have they said that they close
-        self._absence_told = False
 
     # --- the connection -----------------------------------------------------------------------------------
 
@@ -265,8 +257,8 @@ class Upstream:
             standing = SenderStanding.REFUSED
         else:
             standing = SenderStanding.CONNECTED if self.established else SenderStanding.DIALLING
-        seconds = now - self._absent_since if standing is SenderStanding.DIALLING and self._absent_since < inf else 0.0
-        return KnownSender(self.endpoint.address, standing.value, max(seconds, 0.0), self.waiting)
+        seconds = self._presence.absent_for(now) if standing is SenderStanding.DIALLING else 0.0
+        return KnownSender(self.endpoint.address, standing.value, seconds, self.waiting)
 
     def say_goodbye(self) -> None:
         """Let the sender forget this session; everything was given back before."""
@@ -287,52 +279,9 @@ class Upstream:
         if self.stock is not None:
             self.stock.retire()
 
-    def _note_presence(self) -> None:
-        """It is there, and known."""
-        self._absent_since, self._was_there, self._absence_told = inf, True, False
-
-    def _tell_stage(self, stage: int) -> None:
-        """Say if another stage answers than this connector's edge comes from: what it waits for may never be put."""
-        config = self._around.config
-        expected = config.from_stage
-        if expected is None or expected in (stage, config.stage_id) or stage in (-1, self._stage_told):
-            return
-        self._stage_told = stage
-        logger.warning(
-            "the sender %s serves stage %d, and this connector is to get from stage %d (from_stage): a get waits for "
-            "ever if that stage does not put here; compare sender_host and sender_zmq_port with the stages' ports",
-            self.endpoint.address,
-            stage,
-            expected,
-            extra={"event": OTHER_STAGE, "peer": self.endpoint.address, "stage": stage},
-        )
-
-    def _tell_absence(self, now: float) -> None:
-        """Say once, until it is there, that it is waited for in vain; one that was there is given up first."""
-        seconds = now - self._absent_since
-        if self._absence_told or seconds < PATIENCE or self.refusal is not None or self.channel.lost_since < inf:
-            return
-        if not (waiting := self.waiting):
-            return
-        self._absence_told = True
-        if self._reachable:
-            what = "somebody listens there, and has not answered as a sender does"
-        else:
-            what = "nobody there has taken a connection" + (" since it was lost" if self._was_there else "")
-        extra = {"event": SENDER_ABSENT, "peer": self.endpoint.address, "seconds": seconds, "count": waiting}
-        logger.warning(
-            "%s for the sender %s, which has been dialled for %.0f s: %s; it is dialled on. Is the sender "
-            "running, and is this its address and port (sender_host, sender_zmq_port, or update_sender_info)?",
-            "1 get waits" if waiting == 1 else f"{waiting} gets wait",
-            self.endpoint.address,
-            seconds,
-            what,
-            extra=extra,
-        )
-
     def _on_disconnected(self) -> None:
         now = trio.current_time()
-        self._absent_since = min(self._absent_since, now)
+        self._presence.left(now)
         self._around.book.disconnected(self.channel, now)
         if self.stock is not None:
             self.stock.retire()
@@ -369,7 +318,7 @@ class Upstream:
                 self._on_stock_answer(event)
                 return
             body = wire.decode_from_sender(event.frames)
-            self._last_heard = now = trio.current_time()
+            self._presence.last_heard = now = trio.current_time()
             if isinstance(body, wire.VersionRange):
                 self._on_version_range(body)
             elif body.session != channel.token or body.generation != channel.generation:
@@ -426,8 +375,8 @@ class Upstream:
             self._say_hello(channel.generation + 1)
             return
         self._misunderstood = 0
-        self._note_presence()
-        self._tell_stage(welcome.deployment.stage)
+        self._presence.came()
+        self._presence.tell_stage(welcome.deployment.stage)
         if self.way != welcome.chosen and self._log_limit.admits():
             logger.info("sender %s writes by %s", self.endpoint.address, welcome.chosen)
         self.way = welcome.chosen
@@ -450,8 +399,8 @@ class Upstream:
             raise RemoteProtocolError("a native sender does not answer so: what we sent did not come whole")
         logger.info("sender %s speaks the vllm-omni dialect", self.endpoint.address)
         self.stock = self._around.stock_sender(self.endpoint)
-        self._note_presence()
-        self.channel.lost_since = self._last_heard = inf
+        self._presence.came()
+        self.channel.lost_since = self._presence.last_heard = inf
         self._around.book.fail_all(self.channel, CHANGED_DIALECT, "")
         # What came from the sender before it is here, and stays; what did not is asked for anew.
         self.parked = {key: each for key, each in self.parked.items() if each.state is book.State.ARRIVED}
@@ -543,9 +492,8 @@ class Upstream:
             late: By how many seconds. In these this process was stopped or stuck, and heard nobody: what the sender
                 said is yet to be read, and what it would have answered was not asked.
         """
-        around, channel = self._around, self.channel
-        if self._last_heard < inf:
-            self._last_heard = min(self._last_heard + late, now)
+        around, channel, presence = self._around, self.channel, self._presence
+        presence.make_up(late, now)
         if channel.lost_since < inf:
             channel.lost_since = min(channel.lost_since + late, now)
         if self._remote is not None:
@@ -553,29 +501,31 @@ class Upstream:
         around.book.heartbeat(channel)  # which counts it also if nothing can be said
         if not channel.up and self._reachable and self.stock is None:
             self._say_hello(channel.generation)  # the first one, or its answer, was lost
-        if self._absent_since < inf:
-            self._absent_since = min(self._absent_since + late, now)
-            self._tell_absence(now)
-        silent = now - min(channel.lost_since, self._last_heard)
+        if presence.is_missed(now) and self.refusal is None and channel.lost_since == inf and (waiting := self.waiting):
+            presence.tell_absence(now, waiting=waiting, is_connected=self._reachable)
+        silent = now - min(channel.lost_since, presence.last_heard)
+        if silent >= around.config.peer_timeout:
+            self._give_up(now, silent)
+
+    def _give_up(self, now: float, silent: float) -> None:
+        """Fail what waits for it; whoever asks it from now on waits anew."""
+        around, channel = self._around, self.channel
         limit = around.config.peer_timeout
-        if silent >= limit:
-            detail = (
-                f"the sender {self.endpoint.address} has been silent for {silent:.0f} s (peer_timeout is {limit:g} s)"
-            )
-            if channel.end:
-                gone = now - channel.lost_since
-                detail += f": {channel.end} {gone:.0f} s ago, and none came in its place; start it again, and ask again"
-            else:
-                detail += "; its process may have ended, or be stopped or stuck"
-            extra = {"event": PEER_LOST, "peer": self.endpoint.address, "seconds": silent}
-            logger.warning("%s", detail, extra=extra)
-            self.timeouts += 1
-            around.book.fail_all(channel, book.PEER_LOST, detail)
-            if not self.dialect.known.is_set():
-                self.dialect.refusal = PeerLost(detail, peer=self.endpoint.address)
-                self.dialect.known.set()
-                self.dialect = Dialect()
-            channel.lost_since = inf
-            # One that is connected and says nothing is stopped or stuck: whoever asks it from now on is told in that
-            # time, too. One that is not connected may come up at any time, as before the first connection.
-            self._last_heard = now if self._reachable else inf
+        detail = f"the sender {self.endpoint.address} has been silent for {silent:.0f} s (peer_timeout is {limit:g} s)"
+        if channel.end:
+            gone = now - channel.lost_since
+            detail += f": {channel.end} {gone:.0f} s ago, and none came in its place; start it again, and ask again"
+        else:
+            detail += "; its process may have ended, or be stopped or stuck"
+        extra = {"event": PEER_LOST, "peer": self.endpoint.address, "seconds": silent}
+        logger.warning("%s", detail, extra=extra)
+        self.timeouts += 1
+        around.book.fail_all(channel, book.PEER_LOST, detail)
+        if not self.dialect.known.is_set():
+            self.dialect.refusal = PeerLost(detail, peer=self.endpoint.address)
+            self.dialect.known.set()
+            self.dialect = Dialect()
+        channel.lost_since = inf
+        # One that is connected and says nothing is stopped or stuck: whoever asks it from now on is told in that
+        # time, too. One that is not connected may come up at any time, as before the first connection.
+        self._presence.last_heard = now if self._reachable else inf
