@@ -166,12 +166,12 @@ async def test_goodbyes_of_senders_that_nobody_watches_are_not_kept() -> None:
     async with open_pair() as pair, trio.open_nursery() as nursery:
         outcome = await get_that_waits(pair, nursery)
         upstream = upstream_of(pair)
-        watched = dict(upstream._watched)
+        watched = dict(upstream._watch.followed)
         for _ in range(3):
             upstream._on_replies(
                 wire.Replies(os.urandom(16), 1, os.urandom(16), [wire.Leaving([])]), trio.current_time()
             )
-        assert upstream._watched == watched
+        assert upstream._watch.followed == watched
         outcome.scope.cancel()
 
 

@@ -36,6 +36,7 @@ LAYERS = (
             "_spare",
             "_descriptors",
             "_presence",
+            "_process_watch",
         ),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),

@@ -1,4 +1,4 @@
-"""One sender that a receiver talks to: the connection, the hello, what it says, and whether it still lives."""
+"""One sender that a receiver talks to: the connection, the hello, what it says, and when it is given up."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ import trio
 
 from ._config import ConnectorConfig, Endpoint
 from ._errors import (
-    SHORTAGES,
     AuthenticationFailed,
-    ConnectorClosed,
     DescriptorRefused,
     EngineMismatch,
     PeerLost,
     RemoteProtocolError,
     TrioMoriError,
 )
-from ._events import PEER_ENDED, PEER_LOST, SENDER_REFUSED
+from ._events import PEER_LOST, SENDER_REFUSED
 from ._keys import Keys
 from ._log_limit import LogLimit
-from ._offers import find_offer, landing_of, names_of, offers_of
+from ._offers import landing_of, names_of, offers_of
 from ._presence import Presence
+from ._process_watch import ProcessWatch
 from ._protocol import interests as book
 from ._protocol import stock_wire, wire
 from ._protocol.inbox import Inbox
@@ -35,7 +34,7 @@ from ._statistics import KnownSender, SenderStanding
 from ._stock import StockSender
 from ._unix import LOCAL_PREFIX, UnixDialler, open_unix_dialler
 from ._zmq_dialler import open_dialler
-from .abc import Arrived, Connected, Disconnected, Engine, EnginePeer, Landing, Link, Refused
+from .abc import Arrived, Connected, Disconnected, Engine, Landing, Link, Refused
 
 logger = logging.getLogger("trio_mori.receiver")
 
@@ -124,7 +123,13 @@ class Upstream:
         self._composing = False
         self._presence = Presence(surroundings.config, endpoint.address)
         self._misunderstood = 0  # since the last welcome
-        self._watched: dict[bytes, bool] = {}  # incarnations to whose end it listens: have they said that they close
+        self._watch = ProcessWatch(
+            surroundings.engine,
+            surroundings.nursery,
+            address=endpoint.address,
+            log_limit=self._log_limit,
+            on_end=self._on_ended,
+        )
 
     # --- the connection -----------------------------------------------------------------------------------
 
@@ -355,8 +360,7 @@ class Upstream:
         for message in body.messages:
             if isinstance(message, wire.Leaving):
                 logger.info("sender %s closed", self.endpoint.address)
-                if body.epoch in self._watched:
-                    self._watched[body.epoch] = True
+                self._watch.note_leaving(body.epoch)
                 self.say_goodbye()
             self._around.book.on_message(channel, message, now)
         self._around.note_progress()
@@ -365,7 +369,7 @@ class Upstream:
         around, channel = self._around, self.channel
         # Before any destination is named to it: whatever becomes of its process after that, we are told.
         try:
-            peer = None if channel.epoch == welcome.epoch else self._recognise(welcome)
+            peer = None if channel.epoch == welcome.epoch else self._watch.recognise(welcome)
         except DescriptorRefused as error:
             # Said hello to again at the next heartbeat. Were it taken as it is, its end could never be proven.
             self._warn("the sender %s has to wait: %s", self.endpoint.address, error)
@@ -384,8 +388,7 @@ class Upstream:
         self.dialect.refusal = None
         self.dialect.known.set()
         if peer is not None:
-            self._watched[welcome.epoch] = False
-            around.nursery.start_soon(self._watch, welcome.epoch, peer)
+            self._watch.follow(welcome.epoch, peer)
         wanted = around.config.same_host_link == "auto" and welcome.local.startswith(LOCAL_PREFIX)
         if wanted and self._local is None and welcome.local not in self._tried:
             self._tried = {welcome.local}
@@ -451,39 +454,11 @@ class Upstream:
 
     # --- liveness -----------------------------------------------------------------------------------------
 
-    def _recognise(self, welcome: wire.Welcome) -> EnginePeer | None:
-        """The sender's process, as our engine sees it; None if its end cannot be proven.
-
-        Raises:
-            DescriptorRefused: for now, for this process is short of something.
-        """
-        engine = self._around.engine
-        for member in engine.members:
-            theirs = find_offer(welcome.offers, member.name)
-            if theirs is None or member.name != welcome.chosen:
-                continue
-            try:
-                return engine.add_peer_of(member, theirs)
-            except (DescriptorRefused, ConnectorClosed) as error:
-                if isinstance(error.__cause__, OSError) and error.__cause__.errno in SHORTAGES:
-                    raise
-                # It can write here all the same: what it leaves unanswered stays in quarantine.
-                self._warn("the sender %s cannot be watched: %s", self.endpoint.address, error)
-        return None
-
-    async def _watch(self, epoch: bytes, peer: EnginePeer) -> None:
-        """Free what a sender may write to when its process is proven dead."""
-        around = self._around
-        await around.engine.wait_fenced(peer)
-        extra = {"event": PEER_ENDED, "peer": self.endpoint.address}
-        # One of this process has not taken that along when it closed.
-        has_closed = self._watched.pop(epoch, False)
-        end = "which closed, can write here no more" if has_closed else "its process has ended"
-        logger.info("sender %s: %s", self.endpoint.address, end, extra=extra)
-        around.engine.drop_peer(peer)
-        around.book.fenced(self.channel, epoch, trio.current_time())
-        around.note_progress()
-        around.flush()
+    def _on_ended(self, epoch: bytes) -> None:
+        """Free what a sender may write to: its process is proven dead."""
+        self._around.book.fenced(self.channel, epoch, trio.current_time())
+        self._around.note_progress()
+        self._around.flush()
 
     def beat(self, now: float, late: float) -> None:
         """At each heartbeat: say that we live; give the sender up if it has been gone for too long.

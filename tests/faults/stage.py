@@ -250,7 +250,7 @@ def _open_matters(connector: Connector) -> Iterator[str]:
         yield (
             f"channel: up {channel.up}, generation {channel.generation}, sequence {channel.sequence}, "
             f"refusal {upstream.refusal!r}, local {upstream._local is not None}, reachable {upstream._reachable}, "
-            f"last heard {trio.current_time() - upstream._last_heard:.1f} s ago, said {len(channel.outgoing)}"
+            f"last heard {trio.current_time() - upstream._presence.last_heard:.1f} s ago, said {len(channel.outgoing)}"
         )
         for link in filter(None, (upstream._local, upstream._remote)):
             yield f"{link.address}: {link.statistics()}"
