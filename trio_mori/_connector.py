@@ -1,9 +1,8 @@
-"""What a user holds of a connector: its calls, its figures, and its end."""
+"""What a user holds of a connector: its calls, and its end."""
 
 from __future__ import annotations
 
 import logging
-import os
 from _thread import get_ident
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,23 +15,19 @@ from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
 from ._config import ConnectorConfig, Endpoint, named_endpoint
 from ._errors import ConfigError, ConnectorClosed, Misuse, NoEndpoint, TrioMoriError, WrongRole
+from ._figures import Figures
 from ._lease import Lease
-from ._offers import names_of
 from ._payload import Plan
 from ._pool import Pool
 from ._port import Port
 from ._protocol.keys import edge_name, full_key
 from ._receiver import Ask, Receiver
-from ._reception import NativePeer
 from ._sender import Sender
 from ._staging import Reservation
-from ._statistics import ConnectorStatistics, KnownSender, Receipt, SenderStanding
+from ._statistics import ConnectorStatistics, Receipt
 from .abc import Engine
 
 logger = logging.getLogger("trio_mori.connector")
-
-# Pieces in quarantine that `health` names, the oldest; all of them are in `statistics`.
-NAMED = 16
 
 
 class Connector:
@@ -56,6 +51,7 @@ class Connector:
         self._receiver = receiver
         self._port = port
         self._endpoint = endpoint
+        self._figures = Figures(endpoint, engine=engine, pool=pool, sender=sender, receiver=receiver, port=port)
         self._source: Endpoint | None = config.sender_endpoint
         self._closed = False
         self._thread = get_ident()
@@ -431,52 +427,7 @@ class Connector:
 
     def statistics(self) -> ConnectorStatistics:
         """Counts and sizes, at this moment."""
-        receiver, sender = self._receiver, self._sender
-        held = dict(receiver.book.held())
-        events = {f"in_{k}": v for k, v in attrs.asdict(receiver.book.counters).items()}
-        events |= {"malformed_in": receiver.malformed, "timeouts": receiver.timeouts}
-        if sender is not None:
-            held |= sender.book.shelf.held()
-            events |= {f"out_{k}": v for k, v in attrs.asdict(sender.book.counters).items()}
-            events["refused_receivers"] = sender.reception.refused
-            events["malformed_out"] = sender.reception.malformed + sender.reception.stock.malformed
-        pool = self._pool.statistics()
-        held["free"] = pool.free
-        events["refused_senders"] = receiver.refusals
-        events["refused_peers"] = 0 if self._port is None else self._port.refused
-        events["cut_off_peers"] = receiver.cut_off + (0 if self._port is None else self._port.cut_off)
-        return ConnectorStatistics(
-            pid=os.getpid(),
-            engine=", ".join(names_of(self._engine)),
-            ways=self._ways(),
-            pool=pool,
-            held=held,
-            put={} if sender is None else {k: attrs.evolve(v) for k, v in sender.traffic.edges.items()},
-            got={k: attrs.evolve(v) for k, v in receiver.traffic.edges.items()},
-            events=events,
-            in_flight=0 if sender is None else len(sender.book.tickets),
-            parked=sum(len(c.interests) for c in receiver.book.channels),
-            peers=(0 if sender is None else sum(s.connected for s in sender.book.sessions.values()))
-            + sum(u.established for u in receiver.upstreams.values()),
-            quarantine=receiver.quarantine(self._time) + (() if sender is None else sender.quarantine(self._time)),
-            senders=self._senders(),
-            waiting_puts=0 if sender is None else len(sender.room),
-        )
-
-    def _senders(self) -> tuple[KnownSender, ...]:
-        upstreams, source = self._receiver.upstreams, self._source
-        found = [upstream.tell(self._time) for upstream in upstreams.values()]
-        if source is not None and source not in upstreams:
-            found.append(KnownSender(source.address, SenderStanding.IDLE.value, 0.0, 0))
-        return tuple(found)
-
-    def _ways(self) -> dict[str, str]:
-        ways = {f"from {u.endpoint.address}": u.way for u in self._receiver.upstreams.values() if u.way}
-        for session in () if self._sender is None else self._sender.book.sessions.values():
-            if isinstance(session.handle, NativePeer):
-                way = session.handle.way
-                ways[f"to {session.token.hex()[:8]}"] = f"{way.name} ({way.reason})" if way.reason else way.name
-        return ways
+        return self._figures.statistics(self._time, self._source)
 
     @property
     def _time(self) -> float:
@@ -495,31 +446,7 @@ class Connector:
         ``senders`` says where it gets from: each address, and whether that is ``connected``, ``dialling`` (nobody has
         answered, for so many seconds), ``refused`` or ``idle`` (nothing was asked of it yet). See `KnownSender`.
         """
-        now = self.statistics()
-        status = "unhealthy" if self._closed else "degraded" if now.quarantine else "healthy"
-        puts = sum(t.payloads for t in now.put.values())
-        gets = sum(t.payloads for t in now.got.values())
-        return {
-            "status": status,
-            "host": self._endpoint.host,
-            "pool_device": self._pool.region.device,
-            "pool_size": self._pool.extents.size,
-            "engine_key": self.engine_key,
-            "puts": puts,
-            "gets": gets,
-            "bytes_transferred": sum(t.bytes for t in (*now.put.values(), *now.got.values())),
-            "errors": self._errors + now.events.get("out_failed_writes", 0),
-            "timeouts": now.events["timeouts"] + now.events.get("out_overdue_writes", 0),
-            "pool": dict(now.held),
-            "in_flight": now.in_flight,
-            "quarantined": now.held.get("quarantined", 0),
-            "quarantine": [attrs.asdict(each) for each in now.quarantine[:NAMED]],
-            "parked": now.parked,
-            "waiting_puts": now.waiting_puts,
-            "peers": now.peers,
-            "port": None if self._port is None else self._port.standing.value,
-            "senders": [attrs.asdict(each) for each in now.senders],
-        }
+        return self._figures.health(self._time, self._source, is_closed=self._closed, errors=self._errors)
 
     # --- life ---------------------------------------------------------------------------------------------
 
