@@ -127,6 +127,12 @@ def first_of(key: str, stage: str) -> str | None:
     return key[: -len(ending)] if key.endswith(ending) and len(key) > len(ending) else None
 
 
+def next_of(key: str, stage: str) -> str | None:
+    """The key of the next chunk of the request whose chunk a key is, or None."""
+    request, _, number = key.rpartition("_")
+    return f"{request}_{int(number) + 1}" if number.isdecimal() and request.endswith(f"_{stage}") else None
+
+
 def left_of(key: str, edge: tuple[str, str]) -> Callable[[str], bool] | None:
     """Whether a full key is of an earlier request of the same name, if this key is a request's first chunk."""
     request = first_of(key, edge[0])

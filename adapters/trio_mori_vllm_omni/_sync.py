@@ -10,39 +10,32 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
-from typing import Any, Protocol, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from trio_mori import (
     AuthenticationFailed,
     ConfigError,
     ConnectorClosed,
     KeyBusy,
-    ManagedBuffer,
     Misuse,
     NoEndpoint,
     NoRoom,
     NotReady,
     PayloadLost,
     PeerLost,
-    Plan,
     Receipt,
-    StockArrival,
     TooBig,
     TransferFailed,
     UnsupportedPayload,
     WrongRole,
-    plan_payload,
 )
 from trio_mori import Connector as Core
 
 from ._home import CLOSE_LIMIT, Client, Home, home_of_this_process
-from ._interests import first_of
+from ._interests import first_of, next_of
+from ._payloads import Codec, Payloads, goes_on
 from ._place import Place
-from ._polls import AnyArrival
 from ._posted_puts import COPIED_IN_LOOP, Put
-from ._received import ReceivedBuffer
 from ._shared import Shared
 
 logger = logging.getLogger("trio_mori.vllm_omni")
@@ -55,20 +48,6 @@ HEALTH_LIMIT = 1.0
 
 
 T = TypeVar("T")
-
-
-class Codec(Protocol):
-    """What is done to payloads that are not raw, before they are sent and after they came. In any thread."""
-
-    def plain(self, value: Any) -> tuple[object, bool]:
-        """What to send, and whether all of it is in host memory.
-
-        Raises:
-            TypeError, ValueError, OverflowError: it cannot be sent.
-        """
-
-    def revived(self, tree: object) -> object:
-        """What to deliver."""
 
 
 class SyncConnector:
@@ -85,6 +64,7 @@ class SyncConnector:
         host, zmq_port: Where it listens, or would.
         sender_host, sender_zmq_port: Whom `get` asks without metadata.
         can_put: Whether it may send.
+        payloads: How values travel between it and the core connectors.
     """
 
     # For `__del__` after a failed constructor.
@@ -107,7 +87,7 @@ class SyncConnector:
         self.can_put = place.can_put
         self._pid = os.getpid()
         self._core_config = place.config
-        self._codec = codec
+        self.payloads = Payloads(codec, place.config)
         self._home: Home = home_of_this_process()
         self._client = self._home.portal.call(self._home.join, place.config, timeout=CALL_LIMIT)
         logger.info(
@@ -137,7 +117,7 @@ class SyncConnector:
         try:
             if not self.can_put:
                 raise WrongRole(f"put of {put_key!r} on a connector that only receives")
-            plan, is_on_host = self._plan(data)
+            plan, is_on_host = self.payloads.plan(data)
             put = Put(from_stage, to_stage, put_key, plan, first_of(put_key, from_stage))
             if is_on_host and plan.size <= COPIED_IN_LOOP:
                 host, port = client.shared.post_put(self._home.post, put) or self._in_loop(
@@ -190,8 +170,9 @@ class SyncConnector:
             return None
         ahead = None
         try:
-            value = self.received(arrival)
-            ahead = _next_of(get_key, from_stage, value)
+            value = self.payloads.received(arrival)
+            following = next_of(get_key, from_stage)
+            ahead = following if following is not None and goes_on(value) else None
         finally:
             # Also of what cannot be read: it would come again, and could be read no better.
             if ahead is None:
@@ -227,7 +208,7 @@ class SyncConnector:
             client.shared.reasons.note("get", error)
             return None
         try:
-            return self.received(arrival), arrival.size
+            return self.payloads.received(arrival), arrival.size
         finally:
             self._post_last(partial(client.shared.polls.finish, arrival))
 
@@ -241,46 +222,6 @@ class SyncConnector:
                 "give sender_host and sender_zmq_port"
             )
         return str(host), int(port)
-
-    def plan(self, data: Any) -> Plan:
-        """A payload as the core connectors put it. In any thread.
-
-        Raises:
-            UnsupportedPayload: it cannot be sent.
-        """
-        return self._plan(data)[0]
-
-    def _plan(self, data: Any) -> tuple[Plan, bool]:
-        """How it will lie in the pool, and whether all of it is in host memory now."""
-        is_on_host = True
-        if isinstance(data, ReceivedBuffer):
-            data = data.tensor
-        if isinstance(data, ManagedBuffer):
-            is_on_host = data.device == "cpu"
-        elif isinstance(data, torch.Tensor):
-            is_on_host = data.device.type == "cpu"
-        elif not isinstance(data, bytes):
-            try:
-                data, is_on_host = self._codec.plain(data)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise UnsupportedPayload(str(error), path="payload") from error
-            if isinstance(data, bytes):
-                data = bytearray(data)  # alone, bytes would be a raw payload; those that were not are told by this
-        return plan_payload(data), is_on_host
-
-    def received(self, arrival: AnyArrival) -> object:
-        """A payload that came, as vllm-omni knows it, in memory of its own. In any thread."""
-        value = arrival.restore()
-        if isinstance(arrival, StockArrival) and arrival.is_raw:
-            assert isinstance(value, ManagedBuffer)
-            return ReceivedBuffer(value)
-        if isinstance(value, torch.Tensor):
-            return ReceivedBuffer(value.contiguous().view(-1).view(torch.uint8))
-        if isinstance(value, bytes):
-            return ReceivedBuffer(torch.frombuffer(bytearray(value), dtype=torch.uint8))
-        if self._core_config.memory_pool_device != "cpu" and self._core_config.payload_device == "pool":
-            value = _on_host(value)  # as from the stock connectors; stages that want it elsewhere say where
-        return bytes(value) if isinstance(value, bytearray) else self._codec.revived(value)
 
     def abandon_get(self, get_key: str) -> None:
         """Nobody waits for this key any more: what was asked for goes back to its sender."""
@@ -456,30 +397,6 @@ class SyncConnector:
         """Post what a closed loop does not need any more."""
         with suppress(ConnectorClosed):
             self._home.post(callback)
-
-
-def _next_of(key: str, stage: str, value: object) -> str | None:
-    """The key that will be polled for after this one: the request's next chunk, unless this was its last."""
-    request, _, number = key.rpartition("_")
-    if not number.isdigit() or not request.endswith(f"_{stage}") or not isinstance(value, dict):
-        return None
-    meta = value.get("meta")
-    finished = meta.get("finished") if isinstance(meta, dict) else None
-    if isinstance(finished, torch.Tensor):
-        # `any` and `item` give the interpreter away, and may wait for it for longer than all of the get has taken.
-        is_last = bool(finished.tolist()) if not finished.dim() else bool(finished.any())
-    else:
-        is_last = bool(finished)
-    return None if is_last else f"{request}_{int(number) + 1}"
-
-
-def _on_host(tree: object) -> object:
-    """A tree with its tensors in host memory, where the stock serializer delivers them whatever the pool is on."""
-    if isinstance(tree, torch.Tensor):
-        return tree.cpu()
-    if isinstance(tree, list):
-        return [_on_host(each) for each in tree]
-    return {key: _on_host(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
 class _Address:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from trio_mori_vllm_omni._interests import PATIENCE, PAUSE, Interests, State
+from trio_mori_vllm_omni._interests import PATIENCE, PAUSE, Interests, State, next_of
 
 pytestmark = pytest.mark.deterministic
 
@@ -65,3 +65,10 @@ def test_what_is_dropped_cannot_fail_or_arrive_any_more() -> None:
     interests.fail(interest, 1.0)
     assert interest.state is State.OVER
     assert not interests.arrive(interest, "late")
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("r_0_9", "r_0_10"), ("r_1_9", None), ("r_0_x", None), ("r_0_²", None), ("r", None)]
+)
+def test_only_a_key_that_ends_in_its_stage_and_a_number_has_a_next_one(key: str, expected: str | None) -> None:
+    assert next_of(key, "0") == expected

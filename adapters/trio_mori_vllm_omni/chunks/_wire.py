@@ -59,7 +59,7 @@ class ConnectorWire:
         Raises:
             UnsupportedPayload: something in it cannot be sent.
         """
-        return self._connector.plan(payload)
+        return self._connector.payloads.plan(payload)[0]
 
     async def prepare(self) -> None:
         """See `Wire`: a stage in the middle opens its sender, whose memory takes its time."""
@@ -106,10 +106,10 @@ class ConnectorWire:
         arrival = await core.take(*self._edge_in, key, self._connector.source(key, source))
         try:
             if arrival.size <= COPIED_IN_LOOP:
-                return self._connector.received(arrival)
+                return self._connector.payloads.received(arrival)
             # Nothing is gained by a cancellation here, and what came from a stock sender would be lost.
             with trio.CancelScope(shield=True):
-                payload: object = await trio.to_thread.run_sync(self._connector.received, arrival)
+                payload: object = await trio.to_thread.run_sync(self._connector.payloads.received, arrival)
             return payload
         finally:
             # Also of what cannot be read: it would come again, and could be read no better.
