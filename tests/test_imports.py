@@ -37,6 +37,7 @@ LAYERS = (
             "_descriptors",
             "_presence",
             "_process_watch",
+            "_afterwork",
         ),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),

@@ -27,6 +27,8 @@ class _Taker(Protocol):
 
     def finish(self, interest: Interest) -> None: ...
 
+    def finish_soon(self, interest: Interest) -> None: ...
+
     def keep(self, interest: Interest) -> Lease: ...
 
     def give_back(self, interest: Interest) -> None: ...
@@ -99,6 +101,11 @@ class Arrival:
         self._check_open()
         self._taker.finish(self._interest)
 
+    def finish_soon(self) -> None:
+        """As `finish`, in the next tick."""
+        self._check_open()
+        self._taker.finish_soon(self._interest)
+
     def keep(self) -> Lease:
         """Have it where it arrived instead of a copy, for as long as the caller likes, and let the sender forget it.
 
@@ -154,6 +161,8 @@ class StockArrival:
 
     def finish(self) -> None:
         """There is nobody to tell."""
+
+    finish_soon = finish
 
     def keep(self) -> Lease:
         """Have it where it arrived instead of a copy. Release `Lease.buffer` when it is not needed any more."""

@@ -427,7 +427,12 @@ class Connector:
 
     def statistics(self) -> ConnectorStatistics:
         """Counts and sizes, at this moment."""
+        self._tidy()
         return self._figures.statistics(self._time, self._source)
+
+    def _tidy(self) -> None:
+        if get_ident() == self._thread:  # another one is told what is a tick old
+            self._receiver.tidy()
 
     @property
     def _time(self) -> float:
@@ -446,6 +451,7 @@ class Connector:
         ``senders`` says where it gets from: each address, and whether that is ``connected``, ``dialling`` (nobody has
         answered, for so many seconds), ``refused`` or ``idle`` (nothing was asked of it yet). See `KnownSender`.
         """
+        self._tidy()
         return self._figures.health(self._time, self._source, is_closed=self._closed, errors=self._errors)
 
     # --- life ---------------------------------------------------------------------------------------------

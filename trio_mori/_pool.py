@@ -79,6 +79,7 @@ class Pool:
         extents: The allocator; the pool takes its `on_free` over.
         on_room: Called when room became free and the waiters have taken theirs, for a book with a queue of its own;
             may allocate, must not free.
+        on_shortage: Called when a request finds no room, before it waits or is refused: frees what could be free.
     """
 
     def __init__(self, region: Region, extents: Extents, *, on_room: Callable[[], None] | None = None) -> None:
@@ -88,6 +89,7 @@ class Pool:
         self.on_gpu = region.tensor.is_cuda  # ROCm's too
         self.extents = extents
         self.on_room = on_room
+        self.on_shortage: Callable[[], None] | None = None
         self._token = trio.lowlevel.current_trio_token()
         self._pid = os.getpid()
         self._lines = {share: Line[_Waiter](extents, share) for share in (INBOUND, OUTBOUND)}
@@ -107,6 +109,12 @@ class Pool:
             ConnectorClosed: the pool is closed.
         """
         self._check_open()
+        try:
+            return self.extents.allocate(size, share)
+        except NoRoom:
+            if self.on_shortage is None:
+                raise
+        self.on_shortage()
         return self.extents.allocate(size, share)
 
     async def reserve(self, size: int, share: str) -> Extent:
@@ -136,6 +144,8 @@ class Pool:
             ConnectorClosed: the pool is closed.
         """
         self._check_open()
+        if self.on_shortage is not None:
+            self.on_shortage()
         moved = self.extents.transfer(extent, share)
         self._serve()  # what it took of one guarantee may be what a waiter of the other share waits for
         return moved

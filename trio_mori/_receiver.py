@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import torch
 import trio
 
+from ._afterwork import Afterwork
 from ._arrival import Arrival, StockArrival
 from ._buffer import ManagedBuffer
 from ._config import ConnectorConfig, Endpoint
@@ -94,7 +95,10 @@ class Receiver:
         self._spinning = False
         self._settled = trio.Event()
         self._first_upstream = trio.Event()
+        self._copied: list[Interest] = []  # their calls have returned, and their senders are yet to be told
+        self._afterwork = Afterwork(self.tidy)
         pool.on_room = self._note_room
+        pool.on_shortage = self.tidy
 
     # --- gets ---------------------------------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class Receiver:
         except BaseException:
             arrival.give_back()
             raise
-        arrival.finish()
+        arrival.finish_soon()
         return value
 
     def _begin(self, interest: Interest) -> Arrival:
@@ -248,11 +252,33 @@ class Receiver:
 
     def finish(self, interest: Interest) -> None:
         """It has been copied: the sender may forget it."""
+        self._forget(interest)
+        self.note_progress()
+        self.flush()
+
+    def _forget(self, interest: Interest) -> None:
         self.traffic.count(edge_of(interest.key), interest.size)
         extent = self.book.acknowledge(interest)
         if extent is not None:
             self.book.release(extent)
-        self.note_progress()
+
+    def finish_soon(self, interest: Interest) -> None:
+        """As `finish`, in the next tick: a third of what a get does once its payload is here."""
+        if self._closing:
+            self.finish(interest)
+        else:
+            self._copied.append(interest)
+            self._afterwork.soon()
+
+    def tidy(self) -> None:
+        """Do now what calls that have returned left to do; by whoever would notice that it is not done yet."""
+        if not self._copied:
+            return
+        copied, self._copied = self._copied, []
+        for interest in copied:
+            # Else its sender is gone, or it was given back: there is nobody to tell, and its memory is free.
+            if interest.state is State.TAKEN:
+                self._forget(interest)
         self.flush()
 
     @asynccontextmanager
@@ -473,6 +499,7 @@ class Receiver:
     # --- senders ------------------------------------------------------------------------------------------
 
     def _upstream(self, endpoint: Endpoint) -> Upstream:
+        self.tidy()
         if self._closing:
             raise ConnectorClosed("get after the connector was closed")
         upstream = self.upstreams.get(endpoint)
@@ -480,7 +507,9 @@ class Receiver:
             upstream = Upstream(endpoint, self.book.open_channel(os.urandom(16)), self)
             self.upstreams[endpoint] = upstream.channel.handle = upstream
             self.nursery.start_soon(upstream.talk)
-            self._first_upstream.set()
+            if not self._first_upstream.is_set():
+                self._first_upstream.set()
+                self.nursery.start_soon(self._afterwork.do_forever)
         return upstream
 
     async def _ready_upstream(self, endpoint: Endpoint) -> Upstream:
@@ -532,6 +561,7 @@ class Receiver:
 
     def stop(self) -> None:
         """End all waiting: each call is told that the connector is closed. Idempotent."""
+        self.tidy()
         self._closing = True
         for upstream in self.upstreams.values():
             upstream.stop()
