@@ -9,11 +9,11 @@ from contextlib import ExitStack, asynccontextmanager
 import trio
 import zmq
 
+from ._endpoint import format_endpoint
 from ._keys import Keys
 from ._link import MAX_BATCH, QueuedLink, Transport
 from ._log_limit import LogLimit
 from ._scope import open_service
-from ._zmq_address import endpoint_of, resolve
 from ._zmq_flood import open_sluice
 from ._zmq_guard import MISMATCH
 from ._zmq_socket import (
@@ -23,6 +23,7 @@ from ._zmq_socket import (
     Happened,
     ZmqTransport,
     open_socket,
+    resolve,
     show_keys,
     watch,
 )
@@ -95,7 +96,7 @@ class DiallingLink(QueuedLink):
 
     @property
     def address(self) -> str:
-        return endpoint_of(*self._peer)
+        return format_endpoint(*self._peer)
 
     async def dial_forever(self) -> None:
         """Keep the link connected. Run by whoever opened it."""
@@ -130,7 +131,7 @@ class DiallingLink(QueuedLink):
             socket.setsockopt(zmq.IPV6, ":" in address)
             if self._keys is not None:
                 show_keys(socket, self._keys)
-            socket.connect(endpoint_of(address, port))
+            socket.connect(format_endpoint(address, port))
             outcome = None
             with trio.move_on_after(DIAL_TIMEOUT):
                 outcome = await monitor.wait()

@@ -13,12 +13,12 @@ import trio
 import zmq
 
 from ._descriptors import require_descriptors
+from ._endpoint import format_endpoint
 from ._errors import BindFailed
 from ._keys import Keys
 from ._link import QueuedLink
 from ._log_limit import LogLimit
 from ._scope import open_service
-from ._zmq_address import endpoint_of, resolve
 from ._zmq_flood import CONNECTIONS, Sluice, open_sluice
 from ._zmq_guard import HANDSHAKES, Guard, open_desk
 from ._zmq_socket import (
@@ -30,6 +30,7 @@ from ._zmq_socket import (
     lock,
     open_own_context,
     open_socket,
+    resolve,
     watch,
 )
 from ._zmtp import LISTENER
@@ -188,11 +189,11 @@ async def _bound(socket: Socket, monitor: Monitor, addresses: Sequence[str], por
 def _bind(socket: Socket, address: str, port: int) -> str:
     try:
         socket.setsockopt(zmq.IPV6, ":" in address)
-        socket.bind(endpoint_of(address, port))
+        socket.bind(format_endpoint(address, port))
     except zmq.ZMQError as error:
         number = error.errno or 0
         message = "; ".join(filter(None, [os.strerror(number), _REMEDIES.get(number)]))
-        message = f"cannot listen on {endpoint_of(address, port)}: {message}"
+        message = f"cannot listen on {format_endpoint(address, port)}: {message}"
         raise BindFailed(message, host=address, port=port, errno=error.errno) from error
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

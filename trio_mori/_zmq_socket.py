@@ -1,4 +1,4 @@
-"""ZMQ sockets as links use them: their options, their context, and what libzmq says about their connections."""
+"""ZMQ sockets as links use them: options, context, addresses, and what libzmq says about their connections."""
 
 from __future__ import annotations
 
@@ -308,3 +308,10 @@ def watch(socket: Socket, events: int) -> Iterator[Monitor]:
             # Before the ear closes: the end of watching is an event too, and libzmq's thread would wait for ever for
             # an ear to hear it, and no socket of the process be served.
             socket.disable_monitor()
+
+
+async def resolve(host: str, port: int) -> str:
+    """The address of a host, IPv4 if it has one. Not left to libzmq, which would halt all links meanwhile."""
+    found = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
+    _family, *_, address = min(found, key=lambda entry: entry[0] != trio.socket.AF_INET)
+    return str(address[0])
