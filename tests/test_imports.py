@@ -49,6 +49,7 @@ LAYERS = (
     ("_opening",),
     ("_entered", "_portal_calls"),
     ("_portal",),
+    ("_held",),
     ("blocking",),
     ("testing", "metrics", "aio", "__main__"),
 )

@@ -26,9 +26,10 @@ import trio
 from . import blocking
 from ._arrival import Arrival, StockArrival
 from ._config import ConnectorConfig
+from ._held import Held, finish
 from ._pool import INLINE_COPY
 from ._statistics import ConnectorStatistics, Receipt
-from .blocking import BlockingConnector, Held, finish
+from .blocking import BlockingConnector
 
 __all__ = ["AsyncioConnector", "open_connector"]
 

@@ -14,7 +14,7 @@ from any number of threads at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -26,7 +26,8 @@ from ._chunks import ChunkReceiver, ChunkSender
 from ._config import ConnectorConfig
 from ._connector import Connector
 from ._entered import Entered
-from ._errors import ConnectorClosed, Misuse, NoRoom, NotReady
+from ._errors import ConnectorClosed, NoRoom, NotReady
+from ._held import Held, finish, publish
 from ._lease import Lease
 from ._payload import Plan
 from ._portal import Portal
@@ -40,53 +41,6 @@ T = TypeVar("T")
 # A smaller payload is copied in the loop, on the one way there that a put takes anyhow. A larger one is copied in the
 # thread that calls, which then has to say that it is there: 35 us, in which 256 KB are copied.
 COPY_IN_LOOP = 1 << 18
-
-
-class Held(Generic[T]):
-    """What is the loop's and a thread's for a moment. Whoever loses it, by whatever exception, gives it back."""
-
-    def __init__(self, portal: Portal, value: T, give_back: Callable[[], object]) -> None:
-        self.value = value
-        self._portal = portal
-        self._give_back = give_back
-        self._is_settled = False
-
-    def settle(self) -> T:
-        """It is dealt with otherwise. In the loop."""
-        self._is_settled = True
-        return self.value
-
-    def _drop(self) -> None:
-        if not self._is_settled:
-            self._is_settled = True
-            self._give_back()
-
-    def __enter__(self) -> T:
-        return self.value
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            with suppress(ConnectorClosed):
-                self._portal.post(self._drop)
-
-    def __del__(self) -> None:
-        if not self._is_settled:
-            with suppress(ConnectorClosed, Misuse):
-                self._portal.post(self._drop)
-
-
-def _publish(held: Held[Reservation]) -> Receipt:
-    return held.settle().publish()
-
-
-def finish(held: Held[Arrival | StockArrival]) -> None:
-    """The payload is the caller's. In the loop."""
-    # Closed in the meantime: the value is the caller's all the same. That the sender keeps the payload is what becomes
-    # of any acknowledgement that is lost.
-    with suppress(ConnectorClosed):
-        held.settle().finish()
 
 
 def _itself(lease: Lease) -> Lease:
@@ -139,7 +93,7 @@ class BlockingConnector:
         held = self._portal.call_sync(self._reserve, from_stage, to_stage, key, plan, what=what)
         with held as reservation:
             reservation.fill()
-            return self._portal.call_sync(_publish, held, what=what)
+            return self._portal.call_sync(publish, held, what=what)
 
     def _put_at_once(self, from_stage: str, to_stage: str, key: str, plan: Plan) -> Receipt:
         reservation = self._connector.reserve_nowait(from_stage, to_stage, key, plan)
