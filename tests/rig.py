@@ -277,7 +277,7 @@ def is_local(receiver: Connector) -> bool:
     """Whether it talks with its sender by the link for one host, to which the two go over soon after they have met."""
     # The hello on the local link is the second one: until it was answered, the channel is up by the first.
     return any(
-        u._local is not None and u.channel.generation > 1 and u.channel.up
+        u._links.local is not None and u.channel.generation > 1 and u.channel.up
         for u in receiver._receiver.upstreams.values()
     )
 

@@ -241,12 +241,12 @@ async def test_looks_for_what_is_not_there_keep_the_connection_as_it_is() -> Non
         await pair.put("first", b"x")
         assert await pair.get("first") == b"x"
         [upstream] = pair.receiver._receiver.upstreams.values()
-        link, generation = upstream._remote, upstream.channel.generation
+        link, generation = upstream._links.remote, upstream.channel.generation
         for number in range(100):
             with pytest.raises(NotReady):
                 pair.get_nowait(f"k{number}")
         await wait_until(lambda: pair.parked() == 100)
-        assert (upstream._remote, upstream.channel.generation) == (link, generation)
+        assert (upstream._links.remote, upstream.channel.generation) == (link, generation)
         for number in range(100):
             assert await pair.receiver.cleanup(f"k{number}") == 1
         await pair.assert_whole()

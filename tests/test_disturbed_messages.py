@@ -82,7 +82,7 @@ async def test_a_sender_that_refuses_again_and_again_does_not_fill_the_log(caplo
         upstream = upstream_of(pair)
         refusal = wire.Mismatch(upstream.channel.token, upstream.channel.generation, ["none"], "for no reason")
         for _ in range(3 * BURST):
-            upstream._on_arrival(Arrived(wire.encode(refusal)))
+            upstream.on_arrival(Arrived(wire.encode(refusal)))
     assert 1 <= caplog.text.count("for no reason") <= BURST
 
 

@@ -147,7 +147,7 @@ def fetches_of(conn: Connector) -> int:
 def is_settled(conn: Connector) -> bool:
     """Whether all is asked for, by the link that it stays with, and the sender has read it."""
     (upstream,) = conn._receiver.upstreams.values()
-    return conn.statistics().parked == GETS and upstream._local is not None and upstream.has_heard
+    return conn.statistics().parked == GETS and upstream._links.local is not None and upstream.has_heard
 
 
 async def receive(heartbeat: float, seconds: float, port: int) -> None:

@@ -37,6 +37,7 @@ LAYERS = (
             "_descriptors",
             "_presence",
             "_process_watch",
+            "_sender_links",
             "_afterwork",
         ),
     ),

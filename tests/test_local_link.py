@@ -17,7 +17,7 @@ def upstream_of(receiver: Connector) -> Upstream:
 
 
 def is_local(receiver: Connector) -> bool:
-    return any(u._local is not None and u.channel.up for u in receiver._receiver.upstreams.values())
+    return any(u._links.local is not None and u.channel.up for u in receiver._receiver.upstreams.values())
 
 
 async def test_peers_of_one_host_go_over_to_the_unix_link() -> None:
@@ -35,7 +35,7 @@ async def test_a_receiver_that_does_not_want_it_stays_on_its_remote_link() -> No
         for number in range(3):
             await pair.put(f"k{number}", filled(100))
             await pair.get(f"k{number}")
-        assert upstream_of(pair.receiver)._local is None
+        assert upstream_of(pair.receiver)._links.local is None
         await pair.assert_whole()
 
 
@@ -43,7 +43,7 @@ async def test_a_sender_without_one_offers_none() -> None:
     async with open_pair(sender={"same_host_link": "off"}) as pair:
         await pair.put("k", filled(100))
         await pair.get("k")
-        assert upstream_of(pair.receiver)._local is None
+        assert upstream_of(pair.receiver)._links.local is None
 
 
 async def test_gets_that_wait_survive_the_way_there_and_back() -> None:
@@ -61,7 +61,9 @@ async def test_gets_that_wait_survive_the_way_there_and_back() -> None:
         transport = local._transport
         (connection,) = transport._connections.values()  # type: ignore[union-attr]
         connection.socket.shutdown(2)
-        await wait_until(lambda: upstream_of(pair.receiver)._local is None and upstream_of(pair.receiver).channel.up)
+        await wait_until(
+            lambda: upstream_of(pair.receiver)._links.local is None and upstream_of(pair.receiver).channel.up
+        )
         for number in range(10, 20):
             await pair.put(f"k{number}", filled(100))
 
@@ -73,7 +75,7 @@ async def test_a_silent_sender_is_lost_for_each_get_also_where_only_this_link_is
         await pair.assert_whole()
         await wait_until(lambda: is_local(pair.receiver))
         assert pair.sender._sender is not None
-        upstream_of(pair.receiver)._remote = None
+        upstream_of(pair.receiver)._links.remote = None
         monkeypatch.setattr(pair.sender._sender.reception, "_on_arrival", lambda *_: None)
         for _ in range(2):
             with pytest.raises(PeerLost), trio.fail_after(SOON):

@@ -1,4 +1,4 @@
-"""One sender that a receiver talks to: the connection, the hello, what it says, and when it is given up."""
+"""One sender that a receiver talks to: the hello, what is said and heard, and when it is given up."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from ._protocol import interests as book
 from ._protocol import stock_wire, wire
 from ._protocol.inbox import Inbox
 from ._protocol.interests import Channel, Interest
+from ._sender_links import SenderLinks
 from ._statistics import KnownSender, SenderStanding
 from ._stock import StockSender
-from ._unix import LOCAL_PREFIX, UnixDialler, open_unix_dialler
-from ._zmq_dialler import open_dialler
-from .abc import Arrived, Connected, Disconnected, Engine, Landing, Link, Refused
+from .abc import Arrived, Engine, Landing
 
 logger = logging.getLogger("trio_mori.receiver")
 
@@ -86,7 +85,7 @@ class Dialect:
 
 
 class Upstream:
-    """Keeps one connection to one sender, from `talk` until that is cancelled.
+    """Talks with one sender, from `talk` until that is cancelled.
 
     Attributes:
         channel: The book that is kept of it.
@@ -115,11 +114,15 @@ class Upstream:
         self.refusals = 0
         self._around = surroundings
         self._log_limit = LogLimit()
-        self._remote: Link | None = None  # while it is connected
         self.last_refusal: TrioMoriError | None = None
-        self._barred = ""  # why not, if the keys are why
-        self._local: UnixDialler | None = None
-        self._tried: set[str] = set()
+        self._links = SenderLinks(
+            endpoint,
+            self,
+            keys=surroundings.keys,
+            nursery=surroundings.nursery,
+            flush=surroundings.flush,
+            on_cut_off=surroundings.note_cut_off,
+        )
         self._composing = False
         self._presence = Presence(surroundings.config, endpoint.address)
         self._misunderstood = 0  # since the last welcome
@@ -135,85 +138,44 @@ class Upstream:
 
     async def talk(self) -> None:
         """Dial, listen, and dial again, until cancelled."""
-        around, endpoint = self._around, self.endpoint
-        async with open_dialler(endpoint.host, endpoint.port, keys=around.keys, on_cut_off=around.note_cut_off) as link:
-            try:
-                while True:
-                    for event in await link.receive():
-                        if isinstance(event, Arrived):
-                            self._on_arrival(event)
-                        elif isinstance(event, Connected):
-                            self._remote = link
-                            self._barred = ""
-                            if self._local is None:
-                                if self.refusal is not None:
-                                    self.dialect = Dialect()
-                                self._say_hello(self.channel.generation + 1)
-                        elif isinstance(event, Disconnected):
-                            self._remote = None
-                            self._barred = ""
-                            if self._local is None:
-                                self._on_disconnected()
-                        elif isinstance(event, Refused):
-                            self._barred = event.why
-                            if self._local is None:
-                                self._on_barred()
-                    self._around.flush()
-            finally:
-                # Whoever gives something back from now on has nobody to tell.
-                self._remote = None
-
-    async def _talk_locally(self, name: str) -> None:
-        """Go over to the link for one host, for as long as it lasts.
-
-        To the sender this is a new connection of the same session, so that whatever is open is said once more. When it
-        ends, the session goes back to the remote link.
-        """
-        try:
-            async with open_unix_dialler(name) as link:
-                self._local = link
-                try:
-                    await self._follow(link)
-                finally:
-                    self._local = None
-        except PeerLost as error:
-            logger.debug("the sender %s stays on its remote link: %s", self.endpoint.address, error)
-            return
-        self._on_disconnected()
-        if self._remote is not None:
-            self._say_hello(self.channel.generation + 1)
-        elif self._barred:
-            self._on_barred()
-        self._around.flush()
-
-    async def _follow(self, link: Link) -> None:
-        while True:
-            for event in await link.receive():
-                if isinstance(event, Arrived):
-                    self._on_arrival(event)
-                elif isinstance(event, Connected):
-                    self._say_hello(self.channel.generation + 1)
-                elif isinstance(event, Disconnected):
-                    return
-            self._around.flush()
+        await self._links.talk()
 
     def look(self) -> None:
-        """Take what has arrived on the link for one host here and now, for a task that waits for it awake."""
-        if self._local is not None:
-            arrived = self._local.receive_nowait()
-            for event in arrived:
-                self._on_arrival(event)
-            if arrived:
-                self._around.flush()
+        """Take what has arrived here and now, if this side can, for a task that waits for it awake."""
+        self._links.look()
 
-    @property
-    def _link(self) -> Link | None:
-        """The link on which things are said now; None while nobody would hear them."""
-        return self._remote if self._local is None else self._local
+    def on_connected(self) -> None:
+        """Greet it; if it was refused, this may be another one."""
+        if self.refusal is not None:
+            self.dialect = Dialect()
+        self._say_hello(self.channel.generation + 1)
+
+    def on_moved(self) -> None:
+        """Greet it, so that whatever is open is said once more."""
+        self._say_hello(self.channel.generation + 1)
+
+    def on_disconnected(self) -> None:
+        """It is away. If it was a stock sender, or of no use, whoever comes next is found out anew."""
+        now = trio.current_time()
+        self._presence.left(now)
+        self._around.book.disconnected(self.channel, now)
+        if self.stock is not None:
+            self.stock.retire()
+            self.stock = None
+            self.channel.lost_since = min(self.channel.lost_since, now)
+            self.dialect = Dialect()
+        elif self.refusal is not None:
+            self.dialect = Dialect()
+
+    def on_barred(self, why: str) -> None:
+        """Whoever waits for it is told why it cannot be had."""
+        address = self.endpoint.address
+        self.refusals += 1
+        self._refuse(AuthenticationFailed(f"no connection to the sender {address}: {why}", peer=address))
 
     def compose_later(self) -> None:
         """Have everything that is said until this tick ends leave as one message."""
-        link = self._link
+        link = self._links.current
         if self._composing or link is None:
             return
         self._composing = True
@@ -242,7 +204,7 @@ class Upstream:
 
     @property
     def _reachable(self) -> bool:
-        return self._link is not None
+        return self._links.current is not None
 
     @property
     def established(self) -> bool:
@@ -267,11 +229,11 @@ class Upstream:
 
     def say_goodbye(self) -> None:
         """Let the sender forget this session; everything was given back before."""
-        channel = self.channel
-        if self._link is not None and channel.up and channel.epoch is not None:
+        channel, link = self.channel, self._links.current
+        if link is not None and channel.up and channel.epoch is not None:
             farewell = wire.Requests(channel.token, channel.generation, channel.epoch, [*channel.outgoing, wire.Bye()])
             channel.outgoing.clear()
-            self._link.send(wire.encode(farewell))
+            link.send(wire.encode(farewell))
 
     @property
     def refusal(self) -> TrioMoriError | None:
@@ -284,20 +246,9 @@ class Upstream:
         if self.stock is not None:
             self.stock.retire()
 
-    def _on_disconnected(self) -> None:
-        now = trio.current_time()
-        self._presence.left(now)
-        self._around.book.disconnected(self.channel, now)
-        if self.stock is not None:
-            self.stock.retire()
-            self.stock = None
-            self.channel.lost_since = min(self.channel.lost_since, now)
-            self.dialect = Dialect()
-        elif self.refusal is not None:
-            self.dialect = Dialect()
-
     def _say_hello(self, generation: int) -> None:
-        if self._link is None:
+        link = self._links.current
+        if link is None:
             return  # what it answers was said before the link broke: whoever connects next is greeted
         around, channel = self._around, self.channel
         if generation != channel.generation:
@@ -312,11 +263,12 @@ class Upstream:
             offers_of(around.engine),
             around.deployment,
         )
-        self._link.send(wire.encode(hello))
+        link.send(wire.encode(hello))
 
     # --- messages -----------------------------------------------------------------------------------------
 
-    def _on_arrival(self, event: Arrived) -> None:
+    def on_arrival(self, event: Arrived) -> None:
+        """Understand a message, and do what it asks for."""
         channel = self.channel
         try:
             if not wire.is_native(event.frames):
@@ -389,10 +341,8 @@ class Upstream:
         self.dialect.known.set()
         if peer is not None:
             self._watch.follow(welcome.epoch, peer)
-        wanted = around.config.same_host_link == "auto" and welcome.local.startswith(LOCAL_PREFIX)
-        if wanted and self._local is None and welcome.local not in self._tried:
-            self._tried = {welcome.local}
-            around.nursery.start_soon(self._talk_locally, welcome.local)
+        if around.config.same_host_link == "auto":
+            self._links.go_over(welcome.local)
 
     def _on_stock_answer(self, event: Arrived) -> None:
         """A stock sender answers our hello, and nothing else on this connection."""
@@ -432,11 +382,6 @@ class Upstream:
             extra = None if event is None else {"event": event, "peer": self.endpoint.address}
             logger.warning(text, *details, extra=extra)
 
-    def _on_barred(self) -> None:
-        address = self.endpoint.address
-        self.refusals += 1
-        self._refuse(AuthenticationFailed(f"no connection to the sender {address}: {self._barred}", peer=address))
-
     def _mismatch(self, body: wire.Mismatch) -> EngineMismatch:
         ours = names_of(self._around.engine)
         return EngineMismatch(
@@ -471,8 +416,7 @@ class Upstream:
         presence.make_up(late, now)
         if channel.lost_since < inf:
             channel.lost_since = min(channel.lost_since + late, now)
-        if self._remote is not None:
-            self._remote.recheck()
+        self._links.recheck()
         around.book.heartbeat(channel)  # which counts it also if nothing can be said
         if not channel.up and self._reachable and self.stock is None:
             self._say_hello(channel.generation)  # the first one, or its answer, was lost

@@ -246,13 +246,13 @@ class _Stage:
 def _open_matters(connector: Connector) -> Iterator[str]:
     """What is not over, for whoever has to find out why."""
     for upstream in connector._receiver.upstreams.values():
-        channel = upstream.channel
+        channel, links = upstream.channel, upstream._links
         yield (
             f"channel: up {channel.up}, generation {channel.generation}, sequence {channel.sequence}, "
-            f"refusal {upstream.refusal!r}, local {upstream._local is not None}, reachable {upstream._reachable}, "
+            f"refusal {upstream.refusal!r}, local {links.local is not None}, reachable {upstream._reachable}, "
             f"last heard {trio.current_time() - upstream._presence.last_heard:.1f} s ago, said {len(channel.outgoing)}"
         )
-        for link in filter(None, (upstream._local, upstream._remote)):
+        for link in filter(None, (links.local, links.remote)):
             yield f"{link.address}: {link.statistics()}"
         for interest in channel.interests.values():
             extent = interest.extent and interest.extent.size
