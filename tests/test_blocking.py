@@ -34,7 +34,7 @@ def test_what_was_put_is_got_and_belongs_to_the_caller(pair: Both, size: int) ->
 
 def test_a_receipt_says_where_its_sender_is(pair: Both) -> None:
     receipt = pair.sender.put("0", "1", "k", b"x")
-    pair.pair.receiver._source = None
+    pair.pair.receiver._source.endpoint = None
     assert pair.receiver.get("0", "1", "k", receipt, timeout=SOON) == b"x"
     with pair.receiver.lease("0", "1", "l", pair.sender.put("0", "1", "l", b"y"), timeout=SOON) as lease:
         assert lease.buffer.to_bytes() == b"y"

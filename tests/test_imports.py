@@ -45,7 +45,7 @@ LAYERS = (
     ("_upstream", "_reception", "_staging"),
     ("_sender", "_receiver"),
     ("_inquiry", "_address", "_port"),
-    ("_figures",),
+    ("_figures", "_source"),
     ("_connector",),
     ("_opening",),
     ("_entered", "_portal_calls"),

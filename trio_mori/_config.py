@@ -13,13 +13,12 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
-from ._allowed import AbsolutePath, Choice, Device, Host, Integer, NotAllowed, Number, OrNull, Text, near, show
+from ._allowed import AbsolutePath, Choice, Device, Host, Integer, Number, OrNull, Text, near, show
 from ._allowed import checked as _key
 from ._endpoint import (
     AUTO,
@@ -57,7 +56,8 @@ _INT = 2**31 - 1
 # Keys of `extra` that are read by others: two by trio_mori_vllm_omni, and vllm-omni's own of Qwen3-Omni's deploy file.
 _OF_OTHERS = ("chunk_adapter", "replace_stock", "initial_codec_chunk_frames")
 
-_HOSTS = Host((AUTO, *WILDCARDS))
+# What may be given for a host.
+HOSTS = Host((AUTO, *WILDCARDS))
 _SECONDS = Number("a finite number of seconds", above=0)
 _COUNT = Integer(1, _INT)
 _BACKENDS = Choice(
@@ -88,7 +88,7 @@ class ConnectorConfig:
         "A sender listens and puts, a receiver dials and gets, a middle stage does both.",
     )
     host: str = _key(
-        _HOSTS,
+        HOSTS,
         LOOPBACK,
         "Where a sender listens. `auto` is loopback and the address that this machine uses towards the outside.",
     )
@@ -103,7 +103,7 @@ class ConnectorConfig:
         "The address that peers are told, where it differs from the one listened on.",
     )
     sender_host: str | None = _key(
-        OrNull(_HOSTS, "until update_sender_info"), None, "Where a receiver dials. `auto` is this machine's loopback."
+        OrNull(HOSTS, "until update_sender_info"), None, "Where a receiver dials. `auto` is this machine's loopback."
     )
     sender_zmq_port: int | None = _key(
         OrNull(Integer(1, 65535), "until update_sender_info"), None, "Where a receiver dials."
@@ -424,12 +424,3 @@ def warn_if_exposed(config: ConnectorConfig, hosts: ResolvedHost) -> None:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-@lru_cache(maxsize=256)
-def named_endpoint(host: str, port: int) -> Endpoint | None:
-    """Where metadata says that a sender is; None if nobody can be there."""
-    try:
-        return Endpoint(dialled_host(_HOSTS(host)), Integer(1, 65535)(port))
-    except NotAllowed:
-        return None

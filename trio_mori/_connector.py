@@ -8,13 +8,12 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-import attrs
 import trio
 
 from ._arrival import Arrival, StockArrival
 from ._chunks import ChunkReceiver, ChunkSender, open_chunk_receiver, open_chunk_sender
-from ._config import ConnectorConfig, Endpoint, named_endpoint
-from ._errors import ConfigError, ConnectorClosed, Misuse, NoEndpoint, TrioMoriError, WrongRole
+from ._config import ConnectorConfig, Endpoint
+from ._errors import ConfigError, ConnectorClosed, Misuse, TrioMoriError, WrongRole
 from ._figures import Figures
 from ._lease import Lease
 from ._payload import Plan
@@ -23,6 +22,7 @@ from ._port import Port
 from ._protocol.keys import edge_name, full_key
 from ._receiver import Ask, Receiver
 from ._sender import Sender
+from ._source import Source
 from ._staging import Reservation
 from ._statistics import ConnectorStatistics, Receipt
 from .abc import Engine
@@ -52,7 +52,7 @@ class Connector:
         self._port = port
         self._endpoint = endpoint
         self._figures = Figures(endpoint, engine=engine, pool=pool, sender=sender, receiver=receiver, port=port)
-        self._source: Endpoint | None = config.sender_endpoint
+        self._source = Source(config)
         self._closed = False
         self._thread = get_ident()
         self._wound_up = False
@@ -275,32 +275,7 @@ class Connector:
     ) -> tuple[Endpoint, Mapping[str, object]]:
         if self._closed or get_ident() != self._thread:
             raise self._unusable(f"get of {key!r}")
-        known: Mapping[str, object] = {}
-        if isinstance(metadata, Receipt):  # of a native sender, which says the rest itself
-            known = {"source_host": metadata.endpoint.host, "source_port": metadata.endpoint.port}
-        elif metadata is not None:
-            known = metadata
-        host, port = known.get("source_host"), known.get("source_port")
-        if host is not None or port is not None:
-            endpoint = named_endpoint(host, port) if isinstance(host, str) and type(port) is int else None
-            if endpoint is None:
-                raise ConfigError(
-                    f"get of {key!r}: metadata names the sender {host!r}:{port!r}; source_host has to be an address "
-                    "and source_port a number from 1 to 65535",
-                    key="source_port",
-                    value=port,
-                )
-            return endpoint, known
-        if self._source is not None:
-            return self._source, known
-        if self.config.role == "sender":
-            raise WrongRole(
-                f"get of {key!r} on a connector of role sender; a stage that receives has role receiver or both"
-            )
-        raise NoEndpoint(
-            f"get of {key!r}: it is not known where the sender listens; set sender_host and sender_zmq_port, call "
-            "update_sender_info(host, port), or pass metadata with source_host and source_port"
-        )
+        return self._source.find(key, metadata)
 
     # --- chunk streams ------------------------------------------------------------------------------------
 
@@ -408,8 +383,7 @@ class Connector:
         Raises:
             ConfigError: not an address and a port from 1 to 65535.
         """
-        endpoint = attrs.evolve(self.config, sender_host=host, sender_zmq_port=port).sender_endpoint
-        self._source = endpoint
+        self._source.update(host, port)
 
     def get_connection_info(self) -> dict[str, Any]:
         """What peers need: ``host``, ``zmq_port``, ``engine_key``, ``can_put``."""
@@ -428,7 +402,7 @@ class Connector:
     def statistics(self) -> ConnectorStatistics:
         """Counts and sizes, at this moment."""
         self._tidy()
-        return self._figures.statistics(self._time, self._source)
+        return self._figures.statistics(self._time, self._source.endpoint)
 
     def _tidy(self) -> None:
         if get_ident() == self._thread:  # another one is told what is a tick old
@@ -452,7 +426,7 @@ class Connector:
         answered, for so many seconds), ``refused`` or ``idle`` (nothing was asked of it yet). See `KnownSender`.
         """
         self._tidy()
-        return self._figures.health(self._time, self._source, is_closed=self._closed, errors=self._errors)
+        return self._figures.health(self._time, self._source.endpoint, is_closed=self._closed, errors=self._errors)
 
     # --- life ---------------------------------------------------------------------------------------------
 
