@@ -97,7 +97,7 @@ async def test_the_source_may_be_overwritten_and_the_result_read_on_any_stream(
     writing, spoiling = torch.cuda.Stream(ours), torch.cuda.Stream(ours)
     reading = torch.cuda.Stream(theirs)
     async with open_two(devices) as (sender, receiver):
-        for number in range(250):
+        for number in range(500):
             with torch.cuda.stream(writing):
                 torch.cuda._sleep(20_000)
                 source.fill_(number)
