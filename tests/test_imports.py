@@ -50,7 +50,7 @@ LAYERS = (
     ("_opening",),
     ("_entered", "_portal_calls"),
     ("_portal",),
-    ("_held",),
+    ("_held", "_blocks"),
     ("blocking",),
     ("testing", "metrics", "aio", "__main__"),
 )

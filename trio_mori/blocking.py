@@ -13,16 +13,16 @@ from any number of threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from . import _opening
 from ._arrival import Arrival, StockArrival
+from ._blocks import Block, BlockingChunkReceiver, BlockingChunkSender
 from ._buffer import ManagedBuffer
-from ._chunks import ChunkReceiver, ChunkSender
 from ._config import ConnectorConfig
 from ._connector import Connector
 from ._entered import Entered
@@ -35,8 +35,6 @@ from ._staging import Reservation, plan_payload
 from ._statistics import ConnectorStatistics, Receipt
 
 __all__ = ["BlockingChunkReceiver", "BlockingChunkSender", "BlockingConnector", "Portal", "open_connector"]
-
-T = TypeVar("T")
 
 # A smaller payload is copied in the loop, on the one way there that a put takes anyhow. A larger one is copied in the
 # thread that calls, which then has to say that it is there: 35 us, in which 256 KB are copied.
@@ -171,7 +169,8 @@ class BlockingConnector:
         timeout: float | None = None,
     ) -> AbstractContextManager[Lease]:
         """See `Connector.lease`. Raises TimeoutError when it does not come in time; it stays with the sender."""
-        return _Block(
+        _check(timeout)
+        return Block(
             self,
             partial(self._connector.lease, from_stage, to_stage, key, metadata),
             _itself,
@@ -189,7 +188,8 @@ class BlockingConnector:
         Args:
             timeout: Seconds that each chunk may wait for room, and the end when the block is left.
         """
-        return _Block(
+        _check(timeout)
+        return Block(
             self,
             partial(self._connector.open_chunk_sender, request_id, to_stage, from_stage=from_stage),
             lambda sender: BlockingChunkSender(self, sender, request_id, timeout),
@@ -205,7 +205,8 @@ class BlockingConnector:
         Args:
             timeout: Seconds that each chunk may take to come.
         """
-        return _Block(
+        _check(timeout)
+        return Block(
             self,
             partial(self._connector.open_chunk_receiver, request_id, from_stage, to_stage=to_stage),
             lambda receiver: BlockingChunkReceiver(self, receiver, request_id, timeout),
@@ -282,100 +283,6 @@ class BlockingConnector:
     def __del__(self) -> None:
         # Perhaps in the loop's own thread, in the middle of anything.
         self._portal.stop()
-
-
-class BlockingChunkSender:
-    """The sending end of a chunk stream. See `trio_mori.ChunkSender`; one thread at a time uses it."""
-
-    def __init__(
-        self, connector: BlockingConnector, sender: ChunkSender, request_id: str, timeout: float | None
-    ) -> None:
-        self._connector = connector
-        self._sender = sender
-        self._request_id = request_id
-        self._timeout = timeout
-
-    @property
-    def sent(self) -> int:
-        """Chunks sent so far; the end is none."""
-        return self._sender.sent
-
-    def send(self, chunk: object) -> None:
-        """Send the next chunk; waits for room.
-
-        Raises:
-            TimeoutError: there was no room in time; the chunk was not sent.
-        """
-        what = f"chunk {self.sent} of {self._request_id!r}"
-        self._connector._portal.call(self._sender.send, chunk, timeout=self._timeout, what=what)
-
-
-class BlockingChunkReceiver:
-    """The receiving end of a chunk stream, an iterator. See `trio_mori.ChunkReceiver`; one thread at a time uses it."""
-
-    def __init__(
-        self, connector: BlockingConnector, receiver: ChunkReceiver, request_id: str, timeout: float | None
-    ) -> None:
-        self._connector = connector
-        self._receiver = receiver
-        self._request_id = request_id
-        self._timeout = timeout
-
-    @property
-    def received(self) -> int:
-        """Chunks handed out so far; the end is none."""
-        return self._receiver.received
-
-    def __iter__(self) -> BlockingChunkReceiver:
-        return self
-
-    def __next__(self) -> Any:
-        """The next chunk.
-
-        Raises:
-            StopIteration: after the terminal chunk.
-            TimeoutError: it did not come in time; the next call waits for the same one.
-            others: as `ChunkReceiver`.
-        """
-        what = f"chunk {self.received} of {self._request_id!r}"
-        try:
-            return self._connector._portal.call(self._receiver.__anext__, timeout=self._timeout, what=what)
-        except StopAsyncIteration:
-            raise StopIteration from None
-
-
-U = TypeVar("U")
-
-
-class _Block(Generic[T, U]):
-    """A block of the connector's, entered in the loop when the thread enters it."""
-
-    def __init__(
-        self,
-        connector: BlockingConnector,
-        factory: Callable[[], AbstractAsyncContextManager[T]],
-        wrap: Callable[[T], U],
-        *,
-        what: str,
-        timeout: float | None,
-    ) -> None:
-        _check(timeout)
-        self._connector = connector
-        self._factory = factory
-        self._wrap = wrap
-        self._what = what
-        self._timeout = timeout
-        self._entered: Entered[T]
-
-    def __enter__(self) -> U:
-        portal = self._connector._portal
-        self._entered = portal.enter(self._factory, timeout=self._timeout, what=self._what)
-        return self._wrap(self._entered.value)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, traceback)
 
 
 def open_connector(
