@@ -1,4 +1,4 @@
-"""A message without an end: its connection is cut off before its parts fill the memory, and no other one is."""
+"""Floods: a connection is cut off or made to wait before what it sends fills the memory, and no other one is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trio_mori._log_limit import LogLimit
 from trio_mori._zmq_dialler import DiallingLink, open_dialler
 from trio_mori._zmq_flood import Sluice, open_sluice
 from trio_mori._zmq_listener import ListeningLink, open_listener
-from trio_mori._zmq_socket import Happened, ZmqTransport, new_key_pair, open_socket
+from trio_mori._zmq_socket import MAX_LEFT_OUT, RECEIVE_LIMIT, Happened, ZmqTransport, new_key_pair, open_socket
 from trio_mori.abc import Arrived, Connected, Disconnected
 
 MIB = 1 << 20
@@ -32,9 +32,15 @@ READY_SENDER = READY.replace(b"DEALER", b"ROUTER")
 EMPTY_PART = b"\x01\x00"
 LAST_PART = b"\x00\x00"
 
-# Parts of a message without an end, and the memory that they may have taken until that is cut off: those of two bytes
-# take 64 each.
-ENDLESS = [(EMPTY_PART, 1024 * MIB), (b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB), 128 * MIB)]
+# Parts of a message without an end, or messages of as many as one may have, and the memory that they may have taken
+# until their connection is cut off: those of two bytes take 64 each.
+CROWDED = EMPTY_PART * 2_000_000 + LAST_PART
+ENDLESS = [
+    (EMPTY_PART, 1024 * MIB),
+    (b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB), 128 * MIB),
+    (CROWDED, 1024 * MIB),
+]
+ENDLESS_NAMES = ["empty", "1 MiB", "whole messages of empty ones"]
 
 
 def memory() -> int:
@@ -83,7 +89,7 @@ async def send_without_end(stream: trio.SocketStream, parts: bytes, cut_off: tri
         cut_off.set()
 
 
-@pytest.mark.parametrize(("part", "most"), ENDLESS, ids=["empty", "1 MiB"])
+@pytest.mark.parametrize(("part", "most"), ENDLESS, ids=ENDLESS_NAMES)
 async def test_a_message_without_an_end_is_cut_off_and_nobody_else_is_disturbed(
     part: bytes, most: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,7 +192,7 @@ async def flood_once(part: bytes, *, task_status: trio.TaskStatus[int]) -> None:
     await trio.serve_listeners(serve, [listener])
 
 
-@pytest.mark.parametrize(("part", "most"), ENDLESS, ids=["empty", "1 MiB"])
+@pytest.mark.parametrize(("part", "most"), ENDLESS, ids=ENDLESS_NAMES)
 async def test_a_sender_whose_message_has_no_end_is_cut_off_and_dialled_again(
     part: bytes, most: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,16 +248,68 @@ async def test_a_sender_that_is_cut_off_each_time_fills_no_log(
     assert len([each for each in caplog.records if getattr(each, "event", "") == "peer_cut_off"]) == 2
 
 
-async def test_a_sender_that_was_cut_off_is_counted() -> None:
+@pytest.mark.parametrize("part", [EMPTY_PART, CROWDED], ids=["no end", "too many parts"])
+async def test_a_sender_that_was_cut_off_is_counted(part: bytes) -> None:
     with trio.fail_after(LIMIT):
         async with trio.open_nursery() as nursery:
-            port = await nursery.start(flood_once, EMPTY_PART)
+            port = await nursery.start(flood_once, part)
             config = {"sender_host": "127.0.0.1", "sender_zmq_port": port, "memory_pool_size": MIB}
             async with open_connector({"role": "receiver", **config}) as receiver:
                 with pytest.raises(NotReady):
                     receiver.get_nowait("0", "1", "k")
                 await wait_until(lambda: receiver.statistics().events["cut_off_peers"] == 1, within=LIMIT)
             nursery.cancel_scope.cancel()
+
+
+async def say_and_go(message: bytes, times: int, said: list[int], *, task_status: trio.TaskStatus[int]) -> None:
+    """Be a sender that sends whole messages without waiting for anything, and is gone after the last.
+
+    Args:
+        said: What memory this process had after each.
+    """
+
+    async def serve(stream: trio.SocketStream) -> None:
+        async with stream:
+            await shake_hands(stream, READY_SENDER)
+            for _ in range(times):
+                await stream.send_all(message)
+                said.append(memory())
+
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    task_status.started(listener.socket.getsockname()[1])
+    async with listener:
+        stream = await listener.accept()
+    await serve(stream)
+
+
+async def test_a_sender_waits_until_its_messages_are_read_and_its_end_comes_after_them() -> None:
+    said: list[int] = []
+    with trio.fail_after(LIMIT):
+        async with trio.open_nursery() as nursery:
+            port = await nursery.start(say_and_go, b"\x02" + MIB.to_bytes(8, "big") + bytes(MIB), 300, said)
+            async with open_dialler("127.0.0.1", port, on_cut_off=lambda: pytest.fail("it was")) as link:
+                await wait_until(lambda: len(said) >= RECEIVE_LIMIT, within=LIMIT)
+                await trio.sleep(10 * flood.PAUSE)  # for all that it would say to whoever does not read
+                assert len(said) < 200  # what the kernel keeps comes on top
+                events: list[object] = []
+                while Disconnected() not in events:
+                    events += await link.receive()
+                assert events == [Connected(), *[Arrived([bytes(MIB)])] * 300, Disconnected()]
+
+
+async def test_a_sender_that_says_more_than_a_connector_can_read_fills_no_memory() -> None:
+    said: list[int] = []
+    with trio.fail_after(3 * LIMIT):
+        async with trio.open_nursery() as nursery:
+            port = await nursery.start(say_and_go, (b"\x00\x22" + bytes(34)) * 5000, 80, said)
+            config = {"sender_host": "127.0.0.1", "sender_zmq_port": port, "memory_pool_size": MIB}
+            async with open_connector({"role": "receiver", **config}) as receiver:
+                before = memory()
+                with pytest.raises(NotReady):
+                    receiver.get_nowait("0", "1", "k")
+                await wait_until(lambda: len(said) == 80, within=3 * LIMIT)
+                assert max(said) - before < 20 * MIB  # what was said has 14 MiB, and would take 50 if it waited
+                assert receiver.statistics().events["cut_off_peers"] == 0
 
 
 async def test_a_sender_whose_whole_messages_wait_to_be_read_is_not_cut_off() -> None:
@@ -490,6 +548,21 @@ def no_descriptors() -> Iterator[None]:
         with pytest.raises(OSError, match="Too many open files"):
             take_descriptors(stack)
         yield
+
+
+@deterministic
+async def test_a_message_of_too_many_parts_has_its_connection_cut_off_and_not_one_that_got_its_descriptor() -> None:
+    with open_bench() as bench:
+        bench.come(2 * MAX_LEFT_OUT - 1)  # less than such a message has
+        bench.transport.crowded.add(bench.near.fileno())
+        bench.look()
+        assert not bench.is_cut()
+        bench.come(1)
+        assert not bench.is_cut()
+        bench.transport.crowded.add(bench.near.fileno())
+        bench.look()
+        assert bench.is_cut()
+        assert bench.sluice.cut == 1
 
 
 @deterministic

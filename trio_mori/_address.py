@@ -118,7 +118,7 @@ class Address:
 
     @property
     def cut_off(self) -> int:
-        """Connections that were cut off for a message without an end."""
+        """Connections that were cut off for a message without an end or of too many parts."""
         return self._cut_off + (0 if self._listener is None else self._listener.cut_off)
 
     async def open(self) -> None:

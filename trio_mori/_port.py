@@ -98,7 +98,7 @@ class Port:
 
     @property
     def cut_off(self) -> int:
-        """Connections that were cut off for a message without an end, likewise."""
+        """Connections that were cut off for a message without an end or of too many parts, likewise."""
         return self._own.cut_off
 
     # --- puts ---------------------------------------------------------------------------------------------

@@ -456,7 +456,7 @@ class Receiver:
             self._settled.set()
 
     def note_cut_off(self) -> None:
-        """A connection to a sender was cut off, for a message without an end."""
+        """A connection to a sender was cut off, for a message without an end or of too many parts."""
         self.cut_off += 1
 
     def quarantine(self, now: float) -> tuple[Quarantined, ...]:

@@ -65,7 +65,7 @@ class Surroundings(Protocol):
         """Something was settled that a closing receiver may wait for."""
 
     def note_cut_off(self) -> None:
-        """A connection to a sender was cut off, for a message without an end."""
+        """A connection to a sender was cut off, for a message without an end or of too many parts."""
 
     def stock_sender(self, endpoint: Endpoint) -> StockSender:
         """How a stock sender is asked."""

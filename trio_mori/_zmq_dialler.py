@@ -158,7 +158,7 @@ class DiallingLink(QueuedLink):
                     service.start_soon(sluice.watch_forever, self._wake)
                     await monitor.wait()
             finally:
-                self._detach(transport)
+                self._detach(transport, drained=not sluice.cut)
             if sluice.cut:
                 self._on_cut_off()
             return not sluice.cut
@@ -197,8 +197,9 @@ class DiallingLink(QueuedLink):
         self._events.append(Connected())
         self._wake()
 
-    def _detach(self, transport: Transport) -> None:
-        while transport.settle():
+    def _detach(self, transport: Transport, *, drained: bool) -> None:
+        # Not what a flood has left: millions of parts take seconds, and what it was worth is said again after a hello.
+        while drained and transport.settle():
             self._events += self._read(transport, MAX_BATCH)
         self._transport = None
         self._events.append(Disconnected())
@@ -224,7 +225,8 @@ async def open_dialler(
         port: From 1 to 65535.
         keys: Talk to the sender that has this key only, and show ours. A peer with which that does not work is
             `Refused`, and dialled again.
-        on_cut_off: Called when the connection was cut off, for a message without an end; it is dialled again.
+        on_cut_off: Called when the connection was cut off, for a message without an end or of too many parts; it is
+            dialled again.
         max_frames: Messages with more frames are dropped and counted.
         max_bytes: Messages that are larger in all are dropped and counted; a single larger frame ends the connection.
     """

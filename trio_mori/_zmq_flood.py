@@ -1,4 +1,4 @@
-"""Connections that send a message without an end are cut off: libzmq keeps its parts in memory, without a limit."""
+"""Connections that send messages without an end are cut off: libzmq keeps their parts in memory, without a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import zmq
 
 from ._events import PEER_CUT_OFF
 from ._log_limit import LogLimit
-from ._zmq_socket import RECEIVE_LIMIT, Happened, ZmqTransport
+from ._zmq_socket import MAX_FRAMES, MAX_LEFT_OUT, RECEIVE_LIMIT, Happened, ZmqTransport
 
 logger = logging.getLogger("trio_mori.security")
 
@@ -71,6 +71,9 @@ class _Connection:
 
 class Sluice:
     """Cuts off the connections of a socket that send more than a message may have, and no message.
+
+    How many whole messages wait is bounded by the socket (`RECEIVE_LIMIT`), how many parts each of them has by nothing:
+    a connection by which one of far too many has come is cut off, too, as soon as that is read.
 
     The kernel counts the bytes of each connection. From a look at one on, the next message that is read from it clears
     it, whatever its size; if none has come when its bytes have grown by the limit, though all messages that were whole
@@ -163,6 +166,7 @@ class Sluice:
         self._connections.pop(descriptor, None)
         self._moving.discard(descriptor)
         self._transport.doubted.discard(descriptor)
+        self._transport.crowded.discard(descriptor)
 
     def _look(self) -> bool:
         """Look at those that bytes come by. Returns whether the socket turned out to have input."""
@@ -190,8 +194,19 @@ class Sluice:
         waiting = bool(suspects) and self._transport.settle()
         for descriptor, connection in suspects:
             if self._is_flood(connection, waiting=waiting):
-                self._cut(descriptor, connection)
+                size = connection.read - connection.base
+                self._cut(descriptor, connection, f"{size} bytes of a message without an end", self._limit)
+        self._cut_crowded()
         return waiting
+
+    def _cut_crowded(self) -> None:
+        """Cut off those by which a message of far too many parts has come."""
+        while self._transport.crowded:
+            descriptor = self._transport.crowded.pop()
+            connection = self._connections.get(descriptor)
+            # A part has two bytes at least. With fewer it is one that has got the descriptor since.
+            if connection is not None and connection.read >= 2 * MAX_LEFT_OUT:
+                self._cut(descriptor, connection, f"a message of more than {MAX_LEFT_OUT} parts", MAX_FRAMES)
 
     def _doubt(self, descriptor: int, connection: _Connection) -> None:
         """Wait for a message of a connection, if none is waited for."""
@@ -214,7 +229,7 @@ class Sluice:
             connection.reads = self._transport.reads
         return self._transport.reads - connection.reads > RECEIVE_LIMIT + 2 * len(self._connections)
 
-    def _cut(self, descriptor: int, connection: _Connection) -> None:
+    def _cut(self, descriptor: int, connection: _Connection, what: str, limit: int) -> None:
         self._forget(descriptor)
         try:
             with self._copied(descriptor) as copy:
@@ -228,12 +243,12 @@ class Sluice:
         self.cut += 1
         if self._log_limit.admits():
             logger.warning(
-                "a connection of %s with %s was cut off: %d bytes of a message without an end, and %d is the limit; "
+                "a connection of %s with %s was cut off: %s, and %d is the limit; "
                 "it is broken or means ill, see what runs there",
                 self._address,
                 host,
-                connection.read - connection.base,
-                self._limit,
+                what,
+                limit,
                 extra={"event": PEER_CUT_OFF, "address": self._address, "peer": host},
             )
 

@@ -77,7 +77,7 @@ class ListeningLink(QueuedLink):
 
     @property
     def cut_off(self) -> int:
-        """Connections that were cut off for a message without an end."""
+        """Connections that were cut off for a message without an end or of too many parts."""
         return self._sluice.cut
 
     def look_again(self) -> None:

@@ -40,7 +40,10 @@ NEVER_RECONNECT = 3_600_000
 # answered once. One that reads nothing and has more coming is no receiver of ours, and counts as gone.
 SEND_LIMIT = 65536
 
-# Messages of one peer that may wait until we read; at 4 MiB each they are 256 MiB. Whoever sends more waits.
+# Messages of one connection that may wait until we read; at 4 MiB each they are 256 MiB. Whoever sends more waits. By
+# count and not by bytes, as a message of 2 bytes takes 64 of memory, and one of 36 a buffer of 18 KB if it comes alone.
+# As long as this many wait, libzmq does not read on, and so does not see that the connection is gone: who reads them
+# all learns it then, and as the last thing in any case.
 RECEIVE_LIMIT = 64
 
 # Seconds: a host that vanished without a word is noticed after 10 + 3 * 5, before the peer_timeout of 30.
@@ -51,6 +54,10 @@ KEEPALIVE_COUNT = 3
 # Parts of a message with too many of them that are left out before other tasks get a turn: a batch of `MAX_BATCH` takes
 # 6 ms. One of millions, which may be empty, would else keep the loop for seconds.
 SKIPPED_AT_ONCE = 32
+
+# Parts of one message that are left out before its connection is cut off: 64 bytes of memory each, so that messages
+# with fewer take 64 MiB when `RECEIVE_LIMIT` of them wait. To leave so many out takes 12 ms.
+MAX_LEFT_OUT = 512 * SKIPPED_AT_ONCE
 
 # Plain integers: `&` on the enums costs more than asking the socket.
 _POLLIN = int(zmq.POLLIN)
@@ -64,6 +71,7 @@ class ZmqTransport(Transport):
     Attributes:
         doubted: Descriptors of connections that a message is waited for from. Reading one takes it out.
         reads: Messages that were read while there were any.
+        crowded: Descriptors of connections by which a message with more than `MAX_LEFT_OUT` parts too many came.
     """
 
     def __init__(self, socket: Socket, *, max_frames: int = MAX_FRAMES, max_bytes: int = MAX_BYTES) -> None:
@@ -74,6 +82,8 @@ class ZmqTransport(Transport):
         self._max_bytes = max_bytes
         self.doubted: set[int] = set()
         self.reads = 0
+        self.crowded: set[int] = set()
+        self._left_out = 0  # parts of the message that is being left out
 
     def settle(self) -> bool:
         self.readable = bool(cast(int, self.socket.get(zmq.EVENTS)) & _POLLIN)
@@ -89,7 +99,7 @@ class ZmqTransport(Transport):
         size = len(frame)
         while frame.more:
             if len(parts) == self._max_frames:
-                self.is_skipping = True
+                self.is_skipping, self._left_out = True, 0
                 return None
             frame = self.socket.recv(_DONTWAIT, copy=False)
             parts.append(frame)
@@ -109,6 +119,9 @@ class ZmqTransport(Transport):
                 if self.doubted:
                     self._clear(frame)
                 return
+        self._left_out += SKIPPED_AT_ONCE
+        if self._left_out == MAX_LEFT_OUT:
+            self.crowded.add(frame.get(zmq.SRCFD))
 
     def _clear(self, frame: zmq.Frame) -> None:
         self.doubted.discard(frame.get(zmq.SRCFD))
@@ -183,6 +196,7 @@ def open_socket(kind: int, max_bytes: int, context: zmq.Context[Socket] | None =
     try:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_LIMIT)
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE)
         socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL)
@@ -191,12 +205,9 @@ def open_socket(kind: int, max_bytes: int, context: zmq.Context[Socket] | None =
             # Without it, what is above the limit is dropped without a word.
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.SNDHWM, SEND_LIMIT)
-            socket.setsockopt(zmq.RCVHWM, RECEIVE_LIMIT)
         else:
             # The protocol bounds what we have to say.
             socket.setsockopt(zmq.SNDHWM, 0)
-            # At a limit the socket stops reading, and would not notice that the connection is gone.
-            socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT)
             socket.setsockopt(zmq.RECONNECT_IVL, NEVER_RECONNECT)
         yield socket
