@@ -30,6 +30,7 @@ from ._errors import (
 from ._gpu import current_stream, mark, wait_over, working_on
 from ._keys import Keys
 from ._lease import Lease
+from ._link import QueuedLink
 from ._payload import Restored, glance
 from ._payload_gpu import make_on_gpu
 from ._payload_types import PayloadTypes
@@ -96,7 +97,8 @@ class Receiver:
         self._settled = trio.Event()
         self._first_upstream = trio.Event()
         self._copied: list[Interest] = []  # their calls have returned, and their senders are yet to be told
-        self._afterwork = Afterwork(self.tidy)
+        self._led: list[QueuedLink] = []  # whose messages a call has read that has returned
+        self._afterwork = Afterwork(self._do_afterwork)
         pool.on_room = self._note_room
         pool.on_shortage = self.tidy
 
@@ -281,6 +283,17 @@ class Receiver:
                 self._forget(interest)
         self.flush()
 
+    def hand_over_soon(self, link: QueuedLink) -> None:
+        """A call has read a link in the place of the task that listens, and returns."""
+        self._led.append(link)
+        self._afterwork.soon()
+
+    def _do_afterwork(self) -> None:
+        self.tidy()
+        led, self._led = self._led, []
+        for link in led:
+            link.hand_over()
+
     @asynccontextmanager
     async def lease(self, endpoint: Endpoint, key: str, known: Mapping[str, object]) -> AsyncIterator[Lease]:
         """The payload where it arrived, for as long as the block lasts."""
@@ -336,6 +349,8 @@ class Receiver:
                 await trio.lowlevel.checkpoint()
             elif self.config.busy_poll_us and not self._spinning:
                 await self._spin(interest)
+            if not interest.settled:
+                await self._upstream_of(interest.channel).lead(interest)
             if not interest.settled:
                 await self._park(interest)
         except BaseException:
@@ -491,6 +506,8 @@ class Receiver:
                 task, interest.waiter = interest.waiter, None
                 if isinstance(task, trio.lowlevel.Task):
                     trio.lowlevel.reschedule(task)
+                elif isinstance(task, QueuedLink):
+                    task.rouse()
         if self.book.talking:
             talking, self.book.talking = self.book.talking, {}
             for channel in talking:

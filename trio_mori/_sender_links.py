@@ -11,6 +11,7 @@ import trio
 from ._config import Endpoint
 from ._errors import PeerLost
 from ._keys import Keys
+from ._link import QueuedLink
 from ._unix import LOCAL_PREFIX, UnixDialler, open_unix_dialler
 from ._zmq_dialler import open_dialler
 from .abc import Arrived, Connected, Disconnected, Link, Refused
@@ -37,6 +38,19 @@ class Talker(Protocol):
         """A message came."""
 
 
+class Awaited(Protocol):
+    """What a task waits for.
+
+    Attributes:
+        waiter: Whom to wake when it is settled: the link that the task reads.
+    """
+
+    waiter: object
+
+    @property
+    def settled(self) -> bool: ...
+
+
 class SenderLinks:
     """Keeps the port dialled, from `talk` until that is cancelled, and goes over to the link for one host and back.
 
@@ -61,7 +75,7 @@ class SenderLinks:
             flush: Called when everything that had arrived was handed over.
             on_cut_off: Called when a connection was cut off, for a message without an end.
         """
-        self.remote: Link | None = None
+        self.remote: QueuedLink | None = None
         self.local: UnixDialler | None = None
         self._endpoint = endpoint
         self._talker = talker
@@ -73,7 +87,7 @@ class SenderLinks:
         self._tried = ""  # the last name that was gone over to
 
     @property
-    def current(self) -> Link | None:
+    def current(self) -> QueuedLink | None:
         """The link on which things are said now; None while nobody would hear them."""
         return self.remote if self.local is None else self.local
 
@@ -153,6 +167,42 @@ class SenderLinks:
                 self._talker.on_arrival(event)
             if arrived:
                 self._flush()
+
+    @trio.lowlevel.enable_ki_protection  # a Ctrl-C does not get between a message and what comes of it
+    async def lead(self, awaited: Awaited, *, instead: bool) -> QueuedLink | None:
+        """Read the link in the place of the task that listens, until something is settled or as long as that may be.
+
+        Cancellation: while nothing has come.
+
+        Args:
+            instead: Also if that task waits now.
+
+        Returns:
+            The link that is to be handed over to that task again; None: nothing is to be done.
+        """
+        led: QueuedLink | None = None
+        try:
+            while not awaited.settled:
+                link = self.current
+                if link is None or led not in (None, link) or not link.may_lead(instead=instead and led is None):
+                    break
+                awaited.waiter = led = link
+                try:
+                    await link.wait_input()
+                finally:
+                    awaited.waiter = None
+                for event in link.take_nowait():
+                    self._talker.on_arrival(event)
+                self._flush()
+            else:
+                return led
+        except BaseException:
+            if led is not None:
+                led.hand_over()
+            raise
+        if led is not None:
+            led.hand_over()
+        return None
 
     def recheck(self) -> None:
         """See `Link.recheck`."""

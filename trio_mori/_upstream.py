@@ -22,6 +22,7 @@ from ._errors import (
 )
 from ._events import PEER_LOST, SENDER_REFUSED
 from ._keys import Keys
+from ._link import QUIET, QueuedLink
 from ._log_limit import LogLimit
 from ._offers import landing_of, names_of, offers_of
 from ._presence import Presence
@@ -66,6 +67,9 @@ class Surroundings(Protocol):
 
     def note_cut_off(self) -> None:
         """A connection to a sender was cut off, for a message without an end or of too many parts."""
+
+    def hand_over_soon(self, link: QueuedLink) -> None:
+        """Have the task that listens on a link do so again, in the next tick."""
 
     def stock_sender(self, endpoint: Endpoint) -> StockSender:
         """How a stock sender is asked."""
@@ -143,6 +147,13 @@ class Upstream:
     def look(self) -> None:
         """Take what has arrived here and now, if this side can, for a task that waits for it awake."""
         self._links.look()
+
+    async def lead(self, interest: Interest) -> None:
+        """See `SenderLinks.lead`; in the place of the task that listens, unless messages for many follow each other."""
+        instead = len(self.channel.interests) == 1 or trio.current_time() - self._presence.last_heard > QUIET
+        led = await self._links.lead(interest, instead=instead)
+        if led is not None:
+            self._around.hand_over_soon(led)  # whoever asks for the next payload at once leads on
 
     def on_connected(self) -> None:
         """Greet it; if it was refused, this may be another one."""
