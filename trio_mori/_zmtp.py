@@ -31,6 +31,11 @@ async def fetch_mechanism(host: str, port: int) -> str:
             greeting = await _receive(stream, _GREETING)
     except (OSError, trio.BrokenResourceError):
         return ""
+    return mechanism_in(greeting)
+
+
+def mechanism_in(greeting: bytes) -> str:
+    """As `fetch_mechanism`, of what was received."""
     is_greeting = greeting[:1] == _FIRST[:1] and greeting[10:11] >= b"\x03"
     return greeting[_MECHANISM].rstrip(b"\0").decode("ascii", "replace") if is_greeting else ""
 
@@ -48,6 +53,11 @@ async def fetch_name(host: str, port: int) -> bytes:
             frame = await _receive(stream, flags_and_length[-1]) if len(flags_and_length) == 2 else b""
     except (OSError, trio.BrokenResourceError):
         return b""
+    return name_in(flags_and_length, frame)
+
+
+def name_in(flags_and_length: bytes, frame: bytes) -> bytes:
+    """As `fetch_name`, of the frame after the greeting."""
     if flags_and_length[:1] != bytes([_COMMAND]) or not frame.startswith(_READY):
         return b""
     # Pairs of a name and a value, with one and four bytes of length.

@@ -17,6 +17,8 @@ from PIL import Image
 from vllm_omni.distributed.omni_connectors.utils.memory_pool import ManagedBuffer as StockBuffer
 from vllm_omni.distributed.omni_connectors.utils.serialization import OmniMsgpackDecoder, OmniMsgpackEncoder
 
+from trio_mori import RemoteProtocolError
+
 # Any of msgpack's application types; vllm-omni uses none.
 _CODE = 77
 
@@ -78,8 +80,21 @@ class StockCodec:
         return msgspec.msgpack.Decoder(ext_hook=restored).decode(encoded), is_on_host
 
     def revived(self, tree: object) -> object:
-        """What the serializer would have delivered of a tree that came."""
-        return _decoder._post_process(tree) if _is_suspect(tree) else tree
+        """What the serializer would have delivered of a tree that came.
+
+        Raises:
+            RemoteProtocolError: it has the marks of a tensor or an output, and is none; the serializer would have
+                raised whatever its constructors do.
+        """
+        if not _is_suspect(tree):
+            return tree
+        try:
+            return _decoder._post_process(tree)
+        except Exception as error:
+            raise RemoteProtocolError(
+                f"a payload has the marks of a tensor or an output of vllm, and cannot be made one: {error!r}; run one "
+                "release of vllm-omni at both ends"
+            ) from error
 
 
 def _is_suspect(tree: Any) -> bool:

@@ -33,10 +33,11 @@ def main() -> int:
     found = arguments.found or Path(tempfile.mkdtemp(prefix=f"fuzz-{arguments.target}-"))
     options = [f"-max_total_time={arguments.seconds}", "-max_len=8192", "-rss_limit_mb=2048", "-timeout=10"]
     folders = [str(found), str(CORPUS / arguments.target)]
-    atheris.Setup(
-        [sys.argv[0], *options, f"-artifact_prefix={found}/", "-print_final_stats=1", *folders],
-        TARGETS[arguments.target],
-    )
+
+    def one(data: bytes) -> None:  # what it returns would mean something to atheris
+        TARGETS[arguments.target](data)
+
+    atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={found}/", "-print_final_stats=1", *folders], one)
     atheris.Fuzz()
     return 0
 

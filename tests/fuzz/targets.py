@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import os
+import importlib.util
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import attrs
+import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "protocol"))
@@ -17,14 +21,22 @@ from desks import ReceiverDesk, SenderDesk
 
 from trio_mori import ConfigError, RemoteProtocolError, UnsupportedPayload
 from trio_mori._deploy import load_deploy
-from trio_mori._engines import _cuda_owner, _shm_owner
-from trio_mori._engines._mori_identity import process_of
 from trio_mori._payload import restore
 from trio_mori._payload_glance import glance, is_raw
 from trio_mori._protocol import stock_wire, wire
 from trio_mori._stock_payload import stock_decode, stock_encode, stock_size
-from trio_mori._unix_transport import _unpack
-from trio_mori.abc import Descriptor
+
+from .places import (
+    cuda_descriptor,
+    halves,
+    key_file,
+    mori_descriptor,
+    mori_key,
+    shared_descriptors,
+    shm_descriptor,
+    unix_message,
+    zmq_greeting,
+)
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -32,21 +44,17 @@ CORPUS = Path(__file__).parent / "corpus"
 _POOL = 4096
 
 
-def _refused(function: Callable[[bytes], object]) -> Callable[[bytes], None]:
-    """It may refuse, by one of these, and by nothing else."""
+def _refused(function: Callable[[bytes], bool | None]) -> Callable[[bytes], bool]:
+    """It may refuse, by one of these, and by nothing else. Returns whether it understood what it was given."""
 
     @functools.wraps(function)
-    def call(data: bytes) -> None:
-        with suppress(RemoteProtocolError, UnsupportedPayload, ConfigError):
-            function(data)
+    def call(data: bytes) -> bool:
+        try:
+            return function(data) is not False
+        except (RemoteProtocolError, UnsupportedPayload, ConfigError):
+            return False
 
     return call
-
-
-def _halves(data: bytes) -> tuple[bytes, bytes]:
-    """Two pieces: the first two bytes say where they meet."""
-    at = int.from_bytes(data[:2], "big")
-    return data[2 : 2 + at], data[2 + at :]
 
 
 def from_receiver(data: bytes) -> None:
@@ -100,35 +108,9 @@ def stock_answer(data: bytes) -> None:
     stock_wire.decode_answer([b"", data])
 
 
-def shm_descriptor(data: bytes) -> None:
-    """Who has a pool, and where it is; nothing is opened that is not checked."""
-    owner, memory = _shm_owner.decode(Descriptor(*_halves(data)))
-    ours = _shm_owner.describe_self(shared=False)
-    descriptor = Descriptor(*_halves(data))
-    if _shm_owner.choose_way(ours, owner) is _shm_owner.Way.PROC:
-        os.close(_shm_owner.open_memory(owner, memory, descriptor))
-        raise AssertionError("a pool was opened that nobody has")
-
-
-def cuda_descriptor(data: bytes) -> None:
-    """The same of a GPU's pool."""
-    _cuda_owner.decode(Descriptor(*_halves(data)))
-
-
-def mori_key(data: bytes) -> None:
-    """Which process an engine of Mori belongs to, by its key."""
-    process_of(data.decode("utf-8", "replace"))
-
-
-def unix_message(data: bytes) -> None:
-    """The frames of a message of the unix link."""
-    frames = _unpack(data, 8)
-    assert frames is None or (0 < len(frames) <= 8 and sum(map(len, frames)) <= len(data))
-
-
 def payload_header(data: bytes) -> None:
     """What came in a pool, with the header that describes it."""
-    header, content = _halves(data)
+    header, content = halves(data)
     source = torch.frombuffer(bytearray(content[:_POOL] or b"\0"), dtype=torch.uint8)
     for function in (glance, is_raw):
         with suppress(RemoteProtocolError, UnsupportedPayload):
@@ -137,6 +119,64 @@ def payload_header(data: bytes) -> None:
     # What is a payload has a stock form, or is refused one; the header of a sender's own payload is never junk.
     size = stock_size(header, source)
     assert len(stock_encode(header, source)) == size
+
+
+@dataclasses.dataclass
+class Plain:
+    a: object
+    b: object = 1
+
+
+@attrs.define
+class Slotted:
+    a: object
+    _b: object = 1
+
+
+@attrs.frozen(cache_hash=True)
+class Hashed:
+    a: object
+
+
+class Struct(msgspec.Struct):
+    a: object
+    b: object = 1
+
+    def __post_init__(self) -> None:
+        if self.b == "refused":
+            raise ValueError("it does not like that")
+
+
+class Named(NamedTuple):
+    a: object
+    b: object
+
+
+# By names that do not depend on how this module is imported: headers have them.
+STRUCTS = {f"stage:{each.__name__}": each for each in (Plain, Slotted, Hashed, Struct, Named)}
+
+
+def struct_header(data: bytes) -> bool:
+    """As `payload_header`, by a receiver that restores types of its own."""
+    header, content = halves(data)
+    source = torch.frombuffer(bytearray(content[:_POOL] or b"\0"), dtype=torch.uint8)
+    restored = restore(header, source, payload_types=STRUCTS).value
+    return type(restored) in STRUCTS.values()
+
+
+def stock_value(data: bytes) -> bool:
+    """What the connector for vllm-omni delivers: the first byte says if its sender is a stock one."""
+    from trio_mori_vllm_omni._values import StockCodec
+
+    if data[:1] == b"\0":
+        tree = stock_decode(data[1:])
+    else:
+        try:
+            tree = msgspec.msgpack.decode(data[1:])
+        except (msgspec.DecodeError, RecursionError):
+            return False
+    StockCodec().revived(tree)
+    return True
 
 
 def stock_payload(data: bytes) -> None:
@@ -155,7 +195,7 @@ def deploy_file(data: bytes) -> None:
                 deploy.config_for_stage(stage)
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
+TARGETS: dict[str, Callable[[bytes], bool]] = {
     function.__name__: _refused(function)
     for function in (
         from_receiver,
@@ -165,13 +205,23 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
         stock_answer,
         shm_descriptor,
         cuda_descriptor,
+        mori_descriptor,
         mori_key,
+        shared_descriptors,
+        key_file,
+        zmq_greeting,
         unix_message,
         payload_header,
+        struct_header,
         stock_payload,
         deploy_file,
     )
 }
+
+if importlib.util.find_spec("vllm_omni") is not None:
+    import vllm_omni.outputs  # noqa: F401 - takes ten seconds, for which an input would be blamed
+
+    TARGETS["stock_value"] = _refused(stock_value)
 
 
 def corpus_of(name: str) -> Sequence[bytes]:

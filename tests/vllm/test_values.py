@@ -187,3 +187,24 @@ def test_what_the_last_step_makes_of_a_tree_is_made_wherever_it_is(form: Callabl
     assert type(revived) is type(expected)
     assert repr(revived) == repr(expected)
     assert repr(expected) != repr(tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"__tensor__": True},
+        {"__tensor__": True, "dtype": "load", "shape": [1], "data": b"x"},
+        {"__ndarray__": True, "dtype": "<f4", "shape": [3], "data": b"xyz"},
+        {"__pil_image__": True, "mode": "RGB", "shape": "no", "data": b"x"},
+        [{"request_id": "r", "prompt": 1, "prompt_token_ids": 2, "outputs": 3, "finished": 4}],
+        {"index": 0, "text": "hi", "token_ids": [], "finish_reason": None, "cumulative_logprob": "x"},
+    ],
+    ids=["bare", "dtype", "array", "image", "request", "completion"],
+)
+def test_what_has_the_marks_of_an_output_and_is_none_is_refused(tree: object) -> None:
+    from trio_mori_vllm_omni._values import StockCodec
+
+    from trio_mori import RemoteProtocolError
+
+    with pytest.raises(RemoteProtocolError, match="cannot be made one"):
+        StockCodec().revived(tree)
