@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import trio
 import trio.testing
 from rig import UNIT, assert_free, begin, fill_receiver, filled, open_pair, wait_until
@@ -23,6 +24,22 @@ async def test_cleanup_drops_a_request_with_its_chunks_and_no_other() -> None:
         assert await pair.sender.cleanup("req") == 0
         for key in ("req_extra_0_0", "req1_0_0", "req_1_0"):
             assert await pair.get(key) == b"x"
+        await pair.assert_whole()
+
+
+async def test_cleanup_frees_exactly_the_five_chunks_of_a_request() -> None:
+    async with open_pair() as pair:
+        for request in ("req-1", "req-10"):
+            for chunk in range(5):
+                await pair.put(f"{request}_0_{chunk}", filled(1000, chunk))
+        await pair.put("req-1_extra_0_0", filled(1000, 9))
+        before = pair.sender.statistics().held["published"]
+        assert await pair.sender.cleanup("req-1") == 5
+        assert pair.sender.statistics().held["published"] == before - 5 * UNIT
+        assert await pair.sender.cleanup("req-1") == 0
+        for chunk in range(5):
+            assert torch.equal(await pair.get(f"req-10_0_{chunk}"), filled(1000, chunk))
+        assert torch.equal(await pair.get("req-1_extra_0_0"), filled(1000, 9))
         await pair.assert_whole()
 
 

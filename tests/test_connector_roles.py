@@ -168,14 +168,14 @@ async def test_two_receivers_of_one_sender_each_get_their_own_and_share_a_key_in
         await other.close()
 
 
-@deterministic
-async def test_three_stages_move_a_hundred_chunks_with_the_middle_one_busy_both_ways() -> None:
-    requests, chunks = 25, 4
-
+@pytest.mark.parametrize(
+    ("requests", "chunks"), [pytest.param(25, 4, marks=deterministic), (200, 10)], ids=["25 by 4", "200 by 10"]
+)
+async def test_three_stages_move_every_chunk_with_the_middle_one_busy_both_ways(requests: int, chunks: int) -> None:
     def payload(request: int, chunk: int) -> torch.Tensor:
         return torch.arange(64, dtype=torch.int32) + request * 100 + chunk
 
-    with trio.fail_after(2 * LIMIT):
+    with trio.fail_after(3 * LIMIT):
         async with trio.open_nursery() as nursery:
             fabric = MemoryFabric()
             first = await start_stage(nursery, fabric, 4 * POOL, role="sender", stage_id=0)

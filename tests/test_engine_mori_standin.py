@@ -20,8 +20,9 @@ import mori_standin
 import pytest
 import trio
 from mori_standin import Fabric, PeerFailureEvent, PeerFailureReason, StatusCode
-from rig import EVERY_ENGINE_CHECK
-from trio.testing import wait_all_tasks_blocked
+from rig import EVERY_ENGINE_CHECK, assert_free, begin, receiver_config, sender_config, wait_until
+from threads import count_threads
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_mori import ConfigError, EngineUnavailable, TransferFailed, open_connector
 from trio_mori._engines import _mori, _mori_pool, _mori_sweep, _mori_transfers, open_engine
@@ -536,6 +537,43 @@ async def test_stuck_writes_use_one_thread_and_delay_nobody(fabric: Fabric) -> N
                 await engine.write(quick, Write(0, 0, 100))
                 for status in fabric.statuses:
                     status.code = StatusCode.SUCCESS
+
+
+async def test_fifty_rounds_of_stuck_writes_are_failed_in_time_by_the_same_threads(
+    fabric: Fabric, clock: MockClock
+) -> None:
+    """In each, eight writes that do not end; the next one succeeds, and no round has more threads than the first."""
+    options = {"backend_type": "rdma", "memory_pool_size": 1 << 20, "transfer_timeout_base": 5}
+    most = 0
+    with trio.fail_after(60 + 51 * 5):
+        async with open_connector(sender_config(**options)) as source:
+            async with open_connector(receiver_config(source, **options)) as target:
+                for number in range(50):
+                    keys = [f"{number}_stuck{index}" for index in range(8)]
+                    fabric.fate = StatusCode.IN_PROGRESS
+                    for key in keys:
+                        await source.put("0", "1", key, b"x")
+                    before = len(fabric.statuses)
+                    async with trio.open_nursery() as nursery:
+                        outcomes = [begin(nursery, target.get, "0", "1", key) for key in keys]
+                        await wait_until(lambda before=before: len(fabric.statuses) >= before + 8)
+                        if number:
+                            assert count_threads() <= most
+                        else:
+                            most = count_threads()
+                        clock.jump(5)
+                        for outcome in outcomes:
+                            with pytest.raises(TransferFailed, match="within 5"):
+                                await outcome.wait()
+                    fabric.fate = StatusCode.SUCCESS
+                    await source.put("0", "1", "next", b"y")
+                    assert await target.get("0", "1", "next") == b"y"
+                    for status in fabric.statuses:
+                        status.code = StatusCode.SUCCESS
+                    await wait_until(lambda: target.health()["quarantined"] == 0)
+                    for key in keys:
+                        await source.cleanup(key)
+                await assert_free(source, target)
 
 
 async def test_no_write_is_forgotten_however_often_the_sweep_is_held_up(

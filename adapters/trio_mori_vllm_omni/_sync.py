@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -280,6 +281,8 @@ class SyncConnector:
         if client is None or client.closed:
             return {"status": "unhealthy", "error": "the connector is closed"}
         self._refuse_fork()
+        if get_ident() == self._home.thread:
+            raise _own_thread()
 
         async def ask() -> dict[str, Any]:
             return client.shared.health()
@@ -296,10 +299,16 @@ class SyncConnector:
             ),
             "pool": {},
         }
+        answered = threading.Event()
         try:
-            health = self._home.portal.call(ask, timeout=HEALTH_LIMIT)
-        except (ConnectorClosed, TimeoutError) as error:
-            return {**unopened, "status": "unhealthy", "error": str(error)}
+            asked = self._home.portal.submit(ask, on_answer=answered.set, what="health")
+            if not answered.wait(HEALTH_LIMIT):
+                asked.abandon()
+                error = f"the event loop of the connector has not answered for {HEALTH_LIMIT:g} s: something keeps it"
+                return {**unopened, "status": "unhealthy", "error": error}
+            health = asked.result()
+        except ConnectorClosed as closed:
+            return {**unopened, "status": "unhealthy", "error": str(closed)}
         return {
             **unopened,
             **health,
@@ -321,9 +330,12 @@ class SyncConnector:
             if home.portal.in_portal:
                 home.leave_soon(client)
                 return
-            try:
-                home.portal.call(home.leave, client, timeout=CLOSE_LIMIT)
-            except TimeoutError:
+            ended = threading.Event()
+            leaving = home.portal.submit(partial(home.leave, client), on_answer=ended.set, what="close")
+            # The time is taken here: the loop may be kept by something else.
+            if ended.wait(CLOSE_LIMIT):
+                leaving.result()
+            else:
                 logger.warning("stage %d: closing goes on: a peer or a write has not ended yet", self.stage_id)
 
     def __del__(self) -> None:
@@ -381,9 +393,7 @@ class SyncConnector:
                 raise ConnectorClosed(f"the connector of stage {self.stage_id} was closed")
             home.portal.post(int)  # raises, and says why
         if get_ident() == home.thread:
-            raise Misuse(
-                "a connector was called in the loop's own thread, where it would wait for itself; call it from another"
-            )
+            raise _own_thread()
         return client
 
     def _refuse_fork(self) -> None:
@@ -397,6 +407,12 @@ class SyncConnector:
         """Post what a closed loop does not need any more."""
         with suppress(ConnectorClosed):
             self._home.post(callback)
+
+
+def _own_thread() -> Misuse:
+    return Misuse(
+        "a connector was called in the loop's own thread, where it would wait for itself; call it from another"
+    )
 
 
 class _Address:

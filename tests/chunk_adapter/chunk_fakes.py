@@ -114,6 +114,10 @@ class FakeLoop:
     def deliver(self, external_id: str, payload: Any) -> None:
         self._events.append(Arrived(self.flow_of(external_id), payload))
 
+    def deliver_late(self, flow: Inflow, payload: Any) -> None:
+        """For a life that may be over."""
+        self._events.append(Arrived(flow, payload))
+
     def break_off(self, external_id: str, reason: str) -> None:
         self._events.append(Broken(self.flow_of(external_id), reason))
 

@@ -46,6 +46,25 @@ async def test_twenty_chunks_arrive_in_order_and_the_end_after_them(wire: Memory
     assert forgotten == ["r"]
 
 
+async def test_an_end_that_is_made_while_the_last_data_is_still_queued_comes_after_it(wire: MemoryWire) -> None:
+    flow, forgotten = Outflow("id", "r"), Names()
+    wire.room = 18
+    async with open_courier(wire, forgotten) as courier:
+        courier.begin(flow)
+        for number in range(19):
+            courier.send(flow, chunk(number))
+        courier.flush()
+        await wire.wait_refused()
+        courier.send(flow, chunk("end", terminal=True))
+        courier.flush()
+        assert wire.sent("r") == list(range(18))
+        wire.room = None
+        wire.change()
+        assert await next_events(courier, 1) == [Ended(flow)]
+        await forgotten.wait(1)
+    assert wire.sent("r") == [*range(19), "end"]
+
+
 async def test_a_queue_is_put_without_a_turn_for_each_chunk_but_others_have_theirs(
     wire: MemoryWire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,14 +415,17 @@ async def test_a_life_that_was_cut_before_its_turn_leaves_the_one_before_alone(w
 
 @pytest.mark.parametrize("error", [KeyBusy("busy"), TransferFailed("hm")])
 async def test_a_put_that_may_pass_is_tried_again_and_the_end_comes_once(wire: MemoryWire, error: Exception) -> None:
-    flow = Outflow("id", "r")
+    flow, forgotten = Outflow("id", "r"), Names()
     wire.failures = [error, error]
-    async with open_courier(wire) as courier:
+    async with open_courier(wire, forgotten) as courier:
         courier.begin(flow)
         courier.send(flow, chunk("end", terminal=True))
         courier.flush()
         assert await next_events(courier, 1) == [Ended(flow)]
+        await forgotten.wait(1)
+    assert wire.failures == []
     assert wire.sent("r") == ["end"]
+    assert forgotten == ["r"], "what was kept for it is given up"
 
 
 @pytest.mark.parametrize("where", ["processor", "put"])

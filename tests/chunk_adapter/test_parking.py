@@ -61,9 +61,17 @@ def test_an_aborted_request_never_comes_back(when: str) -> None:
     if when == "after":
         rig.abort("r")
         rig.abort("s")
-    for _ in range(5):
-        rig.tick()
+    dead = {each.external_id: each for each in rig.loop.dropped}
+    assert dead.keys() == {"r", "s"}
+    for tick in range(5):
+        if tick == 2:
+            for flow in dead.values():
+                rig.loop.deliver_late(flow, codes(1))
+        assert rig.tick() == []
         assert rig.names == ["q"]
+    assert [name for name, _ in rig.ran] == ["s"], "its first chunk, and nothing after the abort"
+    rig.loop.deliver("q", codes(2))
+    assert rig.tick() == ["q"]
     rig.abort("q")
     rig.assert_nothing_is_left()
 
@@ -117,8 +125,15 @@ def test_more_ready_requests_than_may_run_go_back_once_and_in_order() -> None:
     assert [request.request_id for request in rig.running] == ["a", "b"]
     assert [request.request_id for request in rig.waiting] == ["c", "d"]
     assert {request.status for request in rig.waiting} == {Status.PREEMPTED}
-    rig.end()
+    assert rig.end() == ["c", "d", "a", "b"]
     assert sorted(rig.names) == list("abcd")
+    rig.desk.parking._max_running = 8
+    for name in "abcd":
+        rig.loop.deliver(name, codes(2, finished=True))
+    assert sorted(rig.tick()) == list("abcd")
+    for name in "abcd":
+        rig.abort(name)
+    rig.assert_nothing_is_left()
 
 
 def test_only_streams_of_the_window_are_received_and_the_next_one_enters_when_one_ends() -> None:

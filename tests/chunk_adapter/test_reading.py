@@ -157,9 +157,16 @@ def test_the_stall_clock_starts_with_each_wait_and_stops_with_each_chunk(rig: Ri
     assert rig.desk.reading.take_stalled(0) == set()
     assert rig.desk.reading.take_stalled(4.5) == {"r"}
     assert rig.desk.reading.take_stalled(4.5) == set()
+    late = rig.loop.flow_of("r")
     rig.abort("r", failed=True)
     assert "no chunk came for 4.5 s" in str(list(rig.loop.cuts.values()))
     assert rig.tick() == ["q"]
+    rig.loop.deliver_late(late, codes(1))
+    assert rig.tick() == []
+    assert rig.names == ["q"], "it does not come back to life"
+    assert rig.loop.dropped == [late]
+    rig.abort("q")
+    rig.assert_nothing_is_left()
 
 
 def test_where_the_orchestrator_says_the_sender_is_goes_along(rig: Rig) -> None:

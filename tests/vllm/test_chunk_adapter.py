@@ -224,14 +224,23 @@ def test_a_preempted_request_sends_each_chunk_once(open_stage: Open) -> None:
     assert_clean(up, down)
 
 
-def test_two_hundred_requests_that_were_aborted_leave_everything_as_at_the_start(open_stage: Open) -> None:
+def test_two_thousand_requests_that_were_aborted_leave_everything_as_at_the_start(open_stage: Open) -> None:
+    """A quarter of them while the next stage receives them."""
     up, down = open_stage(0), open_stage(1)
-    for at in range(200):
-        up.add(f"r{at}", tokens=40)
+    for at in range(2000):
+        name = f"r{at}"
+        up.add(name, tokens=40)
+        if at % 4 == 0:
+            down.add(name)
         for _ in range(3):
             up.step()
-        up.abort(f"r{at}")
+            if at % 4 == 0:
+                down.step()
+        up.abort(name)
+        if at % 4 == 0:
+            down.abort(name)
     assert_clean(up, down)
+    assert not down.finished
 
 
 # --- the end of a stream ----------------------------------------------------------------------------------

@@ -215,24 +215,37 @@ def put_chunk(adapter: Any, request: str, chunk: int, *, last: bool) -> Any:
     return r
 
 
-def test_aborted_requests_leave_nothing_behind_and_finished_ones_stay_readable(base: int) -> None:
+def test_two_thousand_aborted_requests_leave_nothing_behind_and_finished_ones_stay_readable(base: int) -> None:
+    """A hundred at a time, with three chunks put; every second one has its latest chunk still queued."""
     extra = {"host": "127.0.0.1", "zmq_port": base, "memory_pool_size": POOL, "role": "sender", "stage_id": 0}
     adapter = make_adapter({"name": "TrioMoriConnector", "extra": extra}, 0)
     connector = adapter.connector
+
+    def hold(chunks: int) -> bool:
+        return bool(connector.health()["pool"].get("published", 0) == chunks * 4096)
+
     try:
-        for at in range(200):
-            for chunk in range(3):
-                put_chunk(adapter, f"a{at}", chunk, last=False)
         for chunk in range(3):
             put_chunk(adapter, "whole", chunk, last=chunk == 2)
-        eventually(lambda: connector.health()["puts"] == 603, "that all was put")
-        assert connector.health()["pool"]["published"] == 603 * 4096
-        for at in range(200):
-            adapter.cleanup(f"a{at}", f"a{at}")
+        eventually(lambda: hold(3), "that the whole one was put")
         adapter.cleanup("whole", "whole")
-        eventually(lambda: connector.health()["pool"]["published"] == 3 * 4096, "that only the whole one is left")
+        for first in range(0, 2000, 100):
+            names = [f"a{at}" for at in range(first, first + 100)]
+            for name in names:
+                for chunk in range(3):
+                    put_chunk(adapter, name, chunk, last=False)
+            eventually(lambda: hold(303), "that all was put")
+            for at, name in enumerate(names):
+                if at % 2:
+                    put_chunk(adapter, name, 3, last=False)
+                adapter.cleanup(name, name)
+            eventually(lambda: hold(3), "that only the whole one is left")
         assert adapter._sender_tokens == {}
         assert not adapter.put_req_chunk
+        assert connector.health()["refusals"] == {}
+        connector.cleanup("whole")
+        pool = connector.health()["pool"]
+        assert sum(size for state, size in pool.items() if state != "free") == 0
     finally:
         adapter.shutdown()
 
