@@ -143,6 +143,8 @@ class Round:
             seed=plan.seed,
             largest=plan.largest,
             pace=plan.paces[place],
+            ahead=plan.ahead,
+            taking=plan.taking,
             impatience=plan.impatience,
             again=plan.kills,
             slow_copies=plan.slow_copies,

@@ -54,6 +54,8 @@ class Spec:
         first: By stream, the number to begin with.
         largest: Bytes of the largest payload.
         pace: Seconds between two payloads of a stream, at most.
+        ahead: Payloads of a stream that the source puts at its own pace; more, no faster than they are taken.
+        taking: Seconds that this takes in the mean.
         impatience: How many gets are cancelled and made again.
         again: A payload that is told to be gone is asked for again; otherwise it is passed over.
         slow_copies: Copies above 16 KiB take milliseconds, in a thread.
@@ -69,6 +71,8 @@ class Spec:
     seed: str
     largest: int
     pace: float
+    ahead: int
+    taking: float
     impatience: float
     again: bool
     slow_copies: bool
@@ -106,10 +110,13 @@ class _Stage:
 
     async def _produce(self, stream: int, number: int) -> None:
         spec = self._spec
+        ahead = number + spec.ahead
         while not self._stopping:
             await self._put(stream, number, payloads.make(spec.seed, stream, number, spec.incarnation, spec.largest))
             number += 1
             await self._rest()
+            if number > ahead:
+                await trio.sleep(self._chance.uniform(0, 2 * spec.taking))
         await self._do_end(stream, number)
 
     async def _put(self, stream: int, number: int, payload: object) -> None:

@@ -40,6 +40,13 @@ def test_full_pools_and_slow_readers_are_among_the_faults(tmp_path: Path) -> Non
     assert counts["rounds with a slow reader"] == 1
 
 
+def test_a_source_is_not_minutes_ahead_of_a_slow_reader(tmp_path: Path) -> None:
+    plan = plain(streams=1, seconds=1.5, pool=16 << 20, largest=4 << 10, ttl=1.0, paces=(0.0, 0.1))
+    counts = run_round(plan, tmp_path)  # all of what was put, and has expired, is told one by one
+    assert counts["puts"] < 2 * plan.ahead
+    assert counts["lost: Expired"]
+
+
 def plain(**more: object) -> Plan:
     """A round in which gets are cancelled, copies take a while, and pools are small."""
     given: dict[str, object] = {
