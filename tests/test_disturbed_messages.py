@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import trio
+from msgspec import structs
 from rig import FAST, Outcome, Pair, assert_free, begin, filled, is_local, open_pair, port_of, wait_until
 
 from trio_mori import Gone, NotReady, RemoteProtocolError
@@ -168,9 +169,7 @@ async def test_goodbyes_of_senders_that_nobody_watches_are_not_kept() -> None:
         upstream = upstream_of(pair)
         watched = dict(upstream._watch.followed)
         for _ in range(3):
-            upstream._on_replies(
-                wire.Replies(os.urandom(16), 1, os.urandom(16), [wire.Leaving([])]), trio.current_time()
-            )
+            upstream._on_leaving(os.urandom(16))
         assert upstream._watch.followed == watched
         outcome.scope.cancel()
 
@@ -202,3 +201,58 @@ async def test_news_that_nobody_asks_for_again_does_not_pile_up(monkeypatch: pyt
             with pytest.raises(Gone):
                 await pair.get(f"k{number}")
         await pair.assert_whole()
+
+
+# --- what is not of the present ------------------------------------------------------------------------------
+
+
+def said_before(body: wire.Replies | wire.Requests, what: str) -> list[bytes]:
+    """The same to an old generation, or of another incarnation of the sender."""
+    if what == "generation":
+        return wire.encode(structs.replace(body, generation=body.generation - 1))
+    return wire.encode(structs.replace(body, epoch=os.urandom(16)))
+
+
+@pytest.mark.parametrize("what", ["generation", "epoch"])
+@pytest.mark.parametrize("message", ["failed", "leaving"])
+async def test_what_a_receiver_is_told_of_an_old_generation_or_by_another_epoch_changes_nothing(
+    what: str, message: str
+) -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        outcome = await get_that_waits(pair, nursery)
+        channel = upstream_of(pair).channel
+        ((number, interest),) = channel.interests.items()
+        assert channel.epoch is not None
+        news = wire.Failed(number, wire.GONE, "", True) if message == "failed" else wire.Leaving([])
+        body = wire.Replies(channel.token, channel.generation, channel.epoch, [news])
+        say_to_receiver(pair, said_before(body, what))
+        await pair.put("k", filled(1000))  # which is said behind it
+        assert torch.equal(await outcome.wait(), filled(1000))
+        assert interest.failure is None
+        assert channel.up
+        await pair.assert_whole()
+
+
+@pytest.mark.parametrize("what", ["generation", "epoch"])
+@pytest.mark.parametrize("message", [wire.Cancel([1]), wire.Bye()], ids=["cancel", "bye"])
+async def test_what_a_sender_is_told_of_an_old_generation_or_for_another_epoch_changes_nothing(
+    what: str, message: wire.Cancel | wire.Bye
+) -> None:
+    async with open_pair() as pair, trio.open_nursery() as nursery:
+        outcome = await get_that_waits(pair, nursery)
+        upstream = upstream_of(pair)
+        channel, link = upstream.channel, upstream._links.current
+        generation = channel.generation
+        assert link is not None
+        assert channel.epoch is not None
+        assert list(channel.interests) == [1]
+        link.send(said_before(wire.Requests(channel.token, generation, channel.epoch, [message]), what))
+        if what == "epoch":  # the answer is that it is stale, which asks for another hello
+            await wait_until(lambda: channel.generation > generation and channel.up and pair.parked() == 1)
+        else:  # so it is here, but not to this generation
+            await pair.get_later(nursery, "another")  # which is said behind it
+            assert pair.parked() == 2
+            assert channel.generation == generation
+        await pair.put("k", filled(1000))
+        assert torch.equal(await outcome.wait(), filled(1000))
+        nursery.cancel_scope.cancel()

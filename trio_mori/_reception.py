@@ -113,13 +113,8 @@ class Reception:
             self._on_requests(link, event.route, body)
 
     def _on_requests(self, link: Link, route: bytes, body: wire.Requests) -> None:
-        session = self._book.sessions.get(body.session)
-        if (
-            session is None
-            or session.generation != body.generation
-            or body.epoch != self._sender.epoch
-            or not _came_by(session, link, route)
-        ):
+        session = self._book.speaker(body, self._sender.epoch)
+        if session is None or not _came_by(session, link, route):
             link.send(wire.encode(wire.Stale(body.session, body.generation, self._sender.epoch)), route)
             return
         now = trio.current_time()

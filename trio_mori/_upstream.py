@@ -289,7 +289,7 @@ class Upstream:
             self._presence.last_heard = now = trio.current_time()
             if isinstance(body, wire.VersionRange):
                 self._on_version_range(body)
-            elif body.session != channel.token or body.generation != channel.generation:
+            elif not self._around.book.concerns(channel, body):
                 return
             elif isinstance(body, wire.Welcome):
                 self._on_welcome(body)
@@ -297,8 +297,12 @@ class Upstream:
                 self._refuse(self._mismatch(body))
             elif isinstance(body, wire.Stale):
                 self._say_hello(channel.generation + 1)
-            elif body.epoch == channel.epoch:
-                self._on_replies(body, now)
+            else:
+                for message in body.messages:
+                    if isinstance(message, wire.Leaving):
+                        self._on_leaving(body.epoch)
+                    self._around.book.on_message(channel, message, now)
+                self._around.note_progress()
         except RemoteProtocolError as error:
             self.malformed += 1
             self._warn("from %s: %s", self.endpoint.address, error)
@@ -318,15 +322,10 @@ class Upstream:
             self.channel.lost_since = inf  # it is there, and greeted again at each heartbeat
         raise RemoteProtocolError(what)
 
-    def _on_replies(self, body: wire.Replies, now: float) -> None:
-        channel = self.channel
-        for message in body.messages:
-            if isinstance(message, wire.Leaving):
-                logger.info("sender %s closed", self.endpoint.address)
-                self._watch.note_leaving(body.epoch)
-                self.say_goodbye()
-            self._around.book.on_message(channel, message, now)
-        self._around.note_progress()
+    def _on_leaving(self, epoch: bytes) -> None:
+        logger.info("sender %s closed", self.endpoint.address)
+        self._watch.note_leaving(epoch)
+        self.say_goodbye()
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:
         around, channel = self._around, self.channel

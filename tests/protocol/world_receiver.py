@@ -98,7 +98,7 @@ class Receiver:
         body = wire.decode_from_sender(frames)
         channel = self.channel
         assert isinstance(body, wire.Welcome | wire.Stale | wire.Replies)
-        if body.session != channel.token or body.generation != channel.generation:
+        if not self.book.concerns(channel, body):
             return
         if isinstance(body, wire.Welcome):
             if not self.book.welcome(channel, body.epoch):
@@ -110,7 +110,7 @@ class Receiver:
                 self.book.fenced(channel, body.epoch, self.world.now)
         elif isinstance(body, wire.Stale):
             self._hello_again()
-        elif body.epoch == channel.epoch:
+        else:
             for message in body.messages:
                 if isinstance(message, wire.Pulse):
                     self.pulse = max(self.pulse, message.sequence)

@@ -129,8 +129,9 @@ class Sender:
         if isinstance(body, wire.Hello):
             self._on_hello(connection, body)
             return
-        session = self.book.sessions.get(body.session)
-        if session is None or session.generation != body.generation or body.epoch != self.epoch:
+        assert isinstance(body, wire.Requests)
+        session = self.book.speaker(body, self.epoch)
+        if session is None:
             connection.down.append(wire.encode(wire.Stale(body.session, body.generation, self.epoch)))
             return
         for message in body.messages:

@@ -23,8 +23,16 @@ class Answers:
         self._senders = senders
         self._counters = counters
 
+    def concerns(self, channel: Channel, body: wire.Welcome | wire.Stale | wire.Mismatch | wire.Replies) -> bool:
+        """Whether this is said to the present generation of our session, and, if it is about what was asked, by the
+        incarnation of the sender that was asked. What is not changes nothing.
+        """
+        if body.session != channel.token or body.generation != channel.generation:
+            return False
+        return not isinstance(body, wire.Replies) or body.epoch == channel.epoch
+
     def on_message(self, channel: Channel, message: wire.ToReceiver, now: float) -> None:
-        """A message of the sender arrived, with the right session, generation and epoch.
+        """A message of the sender arrived that `concerns` this channel.
 
         Raises:
             RemoteProtocolError: it says what cannot be; nothing was changed.

@@ -71,6 +71,7 @@ class Inbox:
         self.disconnected: Final = senders.disconnected
         self.fenced: Final = senders.fenced
         self.heartbeat: Final = senders.heartbeat
+        self.concerns: Final = answers.concerns
         self.on_message: Final = answers.on_message
 
     def _say(self, channel: Channel, message: wire.ToSender) -> None:

@@ -83,6 +83,7 @@ class Outbox:
         # What a part does alone. After a pause a call takes 1 to 2 us, so that none is there to pass another on.
         self.stage: Final = shelf.stage
         self.unstage: Final = shelf.drop
+        self.speaker: Final = roster.speaker
         self.has_left: Final = roster.has_left
         self.next_fetch: Final = matching.next_fetch
         self.excuse: Final = roster.excuse
@@ -225,7 +226,7 @@ class Outbox:
     def on_message(
         self, session: Session, message: wire.Fetch | wire.Cancel | wire.Ack | wire.Heartbeat | wire.Still, now: float
     ) -> None:
-        """A message of a session arrived, with the right generation and epoch."""
+        """A message arrived of a session that is its `speaker`."""
         if self._roster.has_left(session):
             return  # it stood behind a farewell
         session.last_heard = now

@@ -27,6 +27,15 @@ class Roster:
         if not self.has_left(session):
             del self.sessions[session.token]
 
+    def speaker(self, requests: wire.Requests, epoch: bytes) -> Session | None:
+        """Whose words these are. None if the session, the generation of it or the incarnation of this sender that they
+        name is not the present one: they are answered `wire.Stale`, and change nothing.
+        """
+        session = self.sessions.get(requests.session)
+        if session is None or requests.generation != session.generation or requests.epoch != epoch:
+            return None
+        return session
+
     def has_left(self, session: Session) -> bool:
         """Whether it was forgotten."""
         return self.sessions.get(session.token) is not session
