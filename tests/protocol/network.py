@@ -91,13 +91,13 @@ class World:
                 if connection is None:
                     continue
                 if connection.up and connection.sender.running and (place, "up") not in self.held:
-                    frames, connection.up = connection.up, []
-                    for one in frames:
+                    letters, connection.up = connection.up, []
+                    for one in letters:
                         connection.deliver("up", one)
                     moved = True
                 if connection.down and receiver.running and (place, "down") not in self.held:
-                    frames, connection.down = connection.down, []
-                    for one in frames:
+                    letters, connection.down = connection.down, []
+                    for one in letters:
                         connection.deliver("down", one)
                     moved = True
             if not moved:
@@ -167,7 +167,7 @@ class World:
             if sender.alive:
                 sender.hear_of_death(former)
 
-    def replace_sender(self, how: str, *, noticed: bool) -> None:
+    def replace_sender(self, how: str, *, noticed: bool, seamless: bool) -> None:
         """Another process has the address."""
         old = self.sender
         if how == "killed":
@@ -178,19 +178,23 @@ class World:
             old.leave()
             self.pump()
         self.senders.append(Sender(self))
-        self.give_address(self.senders[-1], noticed=noticed)
+        self.give_address(self.senders[-1], noticed=noticed, seamless=seamless)
 
-    def give_address(self, sender: Sender, *, noticed: bool) -> None:
-        """Whoever dials from now on reaches that process."""
+    def give_address(self, sender: Sender, *, noticed: bool, seamless: bool) -> None:
+        """Whoever dials from now on reaches that process, and if it is seamless also what was sent already."""
         self.sender = sender
         for receiver in self.receivers:
             broken = receiver.connection
             if not receiver.running or broken is None:
                 continue
-            receiver.disconnect()
+            if not seamless:
+                receiver.disconnect()
             if noticed and broken.sender.running:
                 broken.sender.notice_disconnect(broken)
-            receiver.connect()
+            if seamless:
+                broken.sender = sender
+            else:
+                receiver.connect()
         self.forget_closed()
 
     def bury_sender(self, sender: Sender) -> None:

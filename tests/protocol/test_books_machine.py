@@ -219,11 +219,11 @@ class Books(RuleBasedStateMachine):
             messages = queue[::-1] if fate.endswith("first") else queue[:]
         else:
             messages = [queue[self.one(*range(min(3, len(queue))))]]
-        for frames in messages:
+        for letter in messages:
             if fate != "is copied":
-                queue.remove(frames)
+                queue.remove(letter)
             if fate != "is lost":
-                connection.deliver(way, frames)
+                connection.deliver(way, letter)
 
     def connected(self) -> list[Receiver]:
         return [r for r in self.receivers() if r.connection is not None]
@@ -317,7 +317,7 @@ class Books(RuleBasedStateMachine):
             process = self.one(*others)
             how = self.one("returns", "returns", "proven dead")
             if how == "returns" and process.alive and not process.left:
-                world.give_address(process, noticed=self.one(False, True))
+                world.give_address(process, noticed=self.one(False, True), seamless=self.one(False, False, True))
             else:
                 world.bury_sender(process)
             return
@@ -325,7 +325,7 @@ class Books(RuleBasedStateMachine):
         if how == "stops":
             world.sender.running = False
         elif len(world.senders) < 4:
-            world.replace_sender(how, noticed=self.one(False, True))
+            world.replace_sender(how, noticed=self.one(False, True), seamless=self.one(False, False, True))
 
 
 class TestBooks(Books.TestCase):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from world_link import DEPLOYMENT, Connection
+from world_link import DEPLOYMENT, Connection, Letter
 from world_pool import RECEIVER_POOL, UNIT, Pool, Put
 
 from trio_mori._errors import NoRoom
@@ -30,6 +30,8 @@ class Receiver:
         self.channel = self.book.open_channel(world.token())
         self.alive = self.running = True
         self.connection: Connection | None = None
+        self.greeting = 0  # the last one said
+        self.partner: Sender | None = None  # who answered the last one that was answered
         self.pulse = 0
         self.leases: list[tuple[Extent, Put]] = []
 
@@ -74,7 +76,11 @@ class Receiver:
             return
         channel = self.channel
         hello = wire.Hello(1, 1, channel.token, channel.generation, 5.0, [], DEPLOYMENT)
-        self.connection.up.append(wire.encode(hello))
+        self._say(hello)
+
+    def _say(self, body: wire.FromReceiver) -> None:
+        assert self.connection is not None
+        self.connection.up.append(Letter(wire.encode(body), self.greeting, self.partner))
 
     def beat(self) -> None:
         self.book.heartbeat(self.channel)
@@ -85,8 +91,7 @@ class Receiver:
         """A new connection to whoever has the address now."""
         self.connection = Connection(self, self.world.sender)
         self.world.connections.append(self.connection)
-        self.channel.generation += 1
-        self.hello()
+        self._hello_anew()
 
     def disconnect(self) -> None:
         if self.connection is not None:
@@ -94,23 +99,27 @@ class Receiver:
             self.connection = None
         self.book.disconnected(self.channel, self.world.now)
 
-    def receive(self, frames: list[bytes]) -> None:
-        body = wire.decode_from_sender(frames)
+    def receive(self, letter: Letter) -> None:
+        body = wire.decode_from_sender(letter.frames)
         channel = self.channel
         assert isinstance(body, wire.Welcome | wire.Stale | wire.Replies)
         if not self.book.concerns(channel, body):
             return
+        assert letter.greeting == self.greeting, "what was said to a former connection or session was listened to"
         if isinstance(body, wire.Welcome):
             if not self.book.welcome(channel, body.epoch):
                 self.world.excuse_deliveries(self)
                 self.book.rename(channel, self.world.token())
                 self._hello_again()
-            elif body.epoch in self.world.buried:
+                return
+            self.partner = letter.sender
+            if body.epoch in self.world.buried:
                 # These were its last words: whoever begins to watch it finds it gone.
                 self.book.fenced(channel, body.epoch, self.world.now)
         elif isinstance(body, wire.Stale):
             self._hello_again()
         else:
+            assert letter.sender is self.partner, "another process than the one that was asked was listened to"
             for message in body.messages:
                 if isinstance(message, wire.Pulse):
                     self.pulse = max(self.pulse, message.sequence)
@@ -118,7 +127,11 @@ class Receiver:
 
     def _hello_again(self) -> None:
         self.book.disconnected(self.channel, self.world.now)
+        self._hello_anew()
+
+    def _hello_anew(self) -> None:
         self.channel.generation += 1
+        self.greeting = self.world.number()
         self.hello()
 
     def flush(self) -> bool:
@@ -132,7 +145,7 @@ class Receiver:
         if not messages or channel.epoch is None or self.connection is None:
             return False
         body = wire.Requests(channel.token, channel.generation, channel.epoch, messages)
-        self.connection.up.append(wire.encode(body))
+        self._say(body)
         return True
 
     def _hear(self) -> None:
@@ -164,12 +177,14 @@ class Receiver:
         heard = channel.up and not channel.interests and self.pulse == channel.sequence
         if self.connection is not None and channel.epoch is not None and heard:
             farewell = wire.Requests(channel.token, channel.generation, channel.epoch, [wire.Bye()])
-            self.connection.up.append(wire.encode(farewell))
+            self._say(farewell)
 
     def hear_of_death(self, sender: Sender) -> None:
         """The end of a sender's process is proven: nothing of it moves any more."""
         sender.copies = [c for c in sender.copies if c.receiver is not self]
         self.book.fenced(self.channel, sender.epoch, self.world.now)
+        if self.partner is sender:
+            self.partner = None
 
     def die(self) -> None:
         self.alive = self.running = False

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import attrs
-from world_link import DEPLOYMENT, Connection, connection_of
+from world_link import DEPLOYMENT, Connection, Letter, connection_of
 from world_pool import LIMITS, SENDER_POOL, Pool, Put
 
 from trio_mori._errors import KeyBusy, NoRoom, TransferFailed
@@ -80,6 +80,7 @@ class Sender:
         self.copies: list[Copy] = []
         self.encodings: list[Encoding] = []
         self.buried: list[Receiver] = []
+        self.greetings: dict[bytes, int] = {}  # the last one of each session
 
     # --- puts ---------------------------------------------------------------------------------------------
 
@@ -124,23 +125,28 @@ class Sender:
 
     # --- the shell ----------------------------------------------------------------------------------------
 
-    def receive(self, connection: Connection, frames: list[bytes]) -> None:
-        body = wire.decode_from_receiver(frames)
+    def receive(self, connection: Connection, letter: Letter) -> None:
+        body = wire.decode_from_receiver(letter.frames)
         if isinstance(body, wire.Hello):
-            self._on_hello(connection, body)
+            self._on_hello(connection, body, letter.greeting)
             return
         assert isinstance(body, wire.Requests)
         session = self.book.speaker(body, self.epoch)
         if session is None:
-            connection.down.append(wire.encode(wire.Stale(body.session, body.generation, self.epoch)))
+            self._answer(connection, wire.Stale(body.session, body.generation, self.epoch), letter.greeting)
             return
+        assert letter.greeting == self.greetings[session.token], "a former connection or session was listened to"
+        assert letter.sender is self, "what was said to another process was listened to"
         for message in body.messages:
             if isinstance(message, wire.Bye):
                 self.book.bye(session)
             else:
                 self.book.on_message(session, message, self.world.now)
 
-    def _on_hello(self, connection: Connection, hello: wire.Hello) -> None:
+    def _answer(self, connection: Connection, body: wire.FromSender, greeting: int) -> None:
+        connection.down.append(Letter(wire.encode(body), greeting, self))
+
+    def _on_hello(self, connection: Connection, hello: wire.Hello, greeting: int) -> None:
         if self.left:
             return
         try:
@@ -154,8 +160,9 @@ class Sender:
         except NoRoom:
             return
         if session is None:
-            connection.down.append(wire.encode(wire.Stale(hello.session, hello.generation, self.epoch)))
+            self._answer(connection, wire.Stale(hello.session, hello.generation, self.epoch), greeting)
             return
+        self.greetings[session.token] = greeting
         welcome = wire.Welcome(
             version=1,
             session=hello.session,
@@ -167,7 +174,7 @@ class Sender:
             offers=[],
             deployment=DEPLOYMENT,
         )
-        connection.down.append(wire.encode(welcome))
+        self._answer(connection, welcome, greeting)
 
     def flush(self) -> bool:
         """Carry out what the book left; whether there was anything."""
@@ -182,7 +189,7 @@ class Sender:
             if messages:
                 did = True
                 body = wire.Replies(session.token, session.generation, self.epoch, messages)
-                connection_of(session).down.append(wire.encode(body))
+                self._answer(connection_of(session), body, self.greetings[session.token])
         while book.pulls.answers:
             did = True
             caller, answer = book.pulls.answers.pop(0)
@@ -233,7 +240,13 @@ class Sender:
         for put in self.puts:
             if self.world.now >= put.filed_at + LIMITS.ttl:
                 put.reasons.add("expired")
+        wanted = (Phase.PUBLISHED, Phase.CLAIMED)
+        read = [put for put in self.puts if put.entry.pins and put.entry.phase in wanted]
         self.book.expire(self.world.now)
+        for put in self.puts:
+            due = self.world.now >= put.filed_at + LIMITS.ttl and put.entry.phase is not Phase.FREED
+            assert not due or put.entry.pins, "the time to live is over, and the payload is there"
+            assert put not in read or put.entry.phase is not Phase.DYING, "the time to live ended while it was read"
         for fetch in self.fetches():
             if fetch.state is Want.LAPSED:
                 self.excuse(fetch)
