@@ -83,22 +83,39 @@ async def test_beside_64_stuck_writes_a_fresh_one_completes_and_the_loop_answers
                 assert_prompt(late)
 
 
-async def test_first_writes_at_once_and_drops_and_closes_do_not_deadlock() -> None:
+@pytest.mark.parametrize("delay", [0, 0.002] if moriemu else [0])
+async def test_first_writes_at_once_and_drops_and_a_close_do_not_deadlock_and_the_close_sees_their_end(
+    delay: float,
+) -> None:
+    begun = under_way = ended = met = 0
+
     async def write(engine: Engine, peer: EnginePeer, at: int) -> None:
-        with suppress(TransferFailed):  # of a peer that was dropped before it was its turn
+        nonlocal begun, under_way, ended
+        begun += 1
+        under_way += 1
+        with suppress(TransferFailed):  # of a peer that was dropped, or an engine closed, before it was its turn
             await engine.write(peer, Write(at, at, 4 * KIB))
+        under_way -= 1
+        ended += 1
 
     with trio.fail_after(120):
-        async with open_xgmi(16 * KIB) as one, open_xgmi(16 * KIB) as other:
-            for number in range(200):
-                async with open_xgmi(16 * KIB) as engine, trio.open_nursery() as nursery:
-                    for owner in (one, other):
-                        peer = engine.add_peer(owner.descriptor)
-                        for index in range(4):
-                            nursery.start_soon(write, engine, peer, index)
-                    if number % 2:
-                        await wait_all_tasks_blocked()
-                        engine.drop_peer(peer)
+        async with open_xgmi(16 * KIB) as one, open_xgmi(16 * KIB) as other, trio.open_nursery() as nursery:
+            with delayed(delay):
+                for number in range(100):
+                    async with open_xgmi(16 * KIB) as engine:
+                        for owner in (one, other):
+                            peer = engine.add_peer(owner.descriptor)
+                            for index in range(4):
+                                nursery.start_soon(write, engine, peer, index)
+                        for _ in range(number % 4):  # with none they are refused, later Mori has them in its threads
+                            await trio.lowlevel.checkpoint()
+                        if number % 2:
+                            engine.drop_peer(peer)
+                        met += under_way
+                    assert not under_way, "the close did not wait for them"
+                    del engine, peer
+    assert begun == ended == 800
+    assert met > 200, "they were over before the engine closed"
 
 
 @emulated
