@@ -470,11 +470,12 @@ async def test_a_sender_process_that_is_killed_is_lost_after_peer_timeout_or_rep
                 assert torch.equal(await conn.get("0", "1", "first"), torch.arange(1000))
                 outcome = begin(nursery, conn.get, "0", "1", "k")
                 await wait_until(lambda: conn.statistics().held["posted"])
-                process.send_signal(signal.SIGKILL)
-                await process.wait()
-                with pytest.raises(PeerLost):
-                    await outcome.wait()
-                await assert_free(conn)
+                with trio.fail_after(times["peer_timeout"] + SOON):
+                    process.send_signal(signal.SIGKILL)
+                    await process.wait()
+                    with pytest.raises(PeerLost):
+                        await outcome.wait()
+                    await assert_free(conn)
                 waiting = begin(nursery, conn.get, "0", "1", "first")
                 process, _ = await start_sender(nursery, port)
                 assert torch.equal(await waiting.wait(), torch.arange(1000))

@@ -7,7 +7,7 @@ import torch
 import trio
 from mori_lane import delayed, emulated
 from mori_processes import SIZE, Talker, open_talker
-from rig import assert_free, begin, port_of, wait_until
+from rig import SOON, assert_free, begin, port_of, wait_until
 
 from trio_mori import Connector, ConnectorConfig, PeerLost, open_connector
 
@@ -67,10 +67,11 @@ async def test_a_sender_that_is_killed_during_a_write_is_lost_in_time_and_its_de
                 outcome = begin(nursery, receiver.get, "0", "1", "k")
                 await wait_until(lambda: receiver.statistics().held["posted"])
                 await put(sender, "k", 1)
-                await sender.kill()
-                with pytest.raises(PeerLost):
-                    await outcome.wait()
-                await assert_free(receiver)
+                with trio.fail_after(times["peer_timeout"] + SOON):
+                    await sender.kill()
+                    with pytest.raises(PeerLost):
+                        await outcome.wait()
+                    await assert_free(receiver)
 
 
 async def served(sender: Connector) -> None:
