@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -574,6 +575,35 @@ async def test_fifty_rounds_of_stuck_writes_are_failed_in_time_by_the_same_threa
                     for key in keys:
                         await source.cleanup(key)
                 await assert_free(source, target)
+
+
+@deterministic
+@pytest.mark.parametrize(("size", "seconds"), [(100, 50e-6), (_mori_transfers.INLINE + 1, 0.0)])
+async def test_the_loop_asks_after_a_small_write_for_the_time_of_a_message_and_after_a_large_one_once(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch, size: int, seconds: float
+) -> None:
+    class Clocked(mori_standin.TransferStatus):
+        """To ask for it takes the trio thread 10 us."""
+
+        def WaitFor(self, timeout_ms: int = -1) -> StatusCode:
+            nonlocal now, asked
+            if threading.current_thread() is threading.main_thread():
+                now += 10e-6
+                asked += 1
+            return super().WaitFor(timeout_ms)
+
+    now = 0.0
+    asked = 0
+    monkeypatch.setattr(_mori_transfers, "time", SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic))
+    monkeypatch.setattr(mori_standin, "TransferStatus", Clocked)
+    with trio.fail_after(10):
+        async with pair(2 * _mori_transfers.INLINE) as (engine, _, peer), trio.open_nursery() as nursery:
+            fabric.fate = StatusCode.IN_PROGRESS
+            nursery.start_soon(engine.write, peer, Write(0, 0, size))
+            await wait_until(lambda: engine._transfers._sweep.open)
+            fabric.statuses[0].code = StatusCode.SUCCESS
+    assert asked > 1 if seconds else asked == 1
+    assert now == pytest.approx(10e-6 + seconds, abs=11e-6)
 
 
 async def test_no_write_is_forgotten_however_often_the_sweep_is_held_up(
