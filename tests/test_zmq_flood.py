@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import trio
 import zmq
+from plain_zmq import READY_SENDER, memory, open_plain, shake_hands
 from rig import LIMIT, wait_until
 
 from trio_mori import NotReady, open_connector
@@ -25,10 +26,6 @@ from trio_mori.abc import Arrived, Connected, Disconnected
 
 MIB = 1 << 20
 
-# What a plain ZMQ socket says before its first message, by hand: libzmq itself sends no message before its end.
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
-READY_SENDER = READY.replace(b"DEALER", b"ROUTER")
 EMPTY_PART = b"\x01\x00"
 LAST_PART = b"\x00\x00"
 
@@ -41,28 +38,6 @@ ENDLESS = [
     (CROWDED, 1024 * MIB),
 ]
 ENDLESS_NAMES = ["empty", "1 MiB", "whole messages of empty ones"]
-
-
-def memory() -> int:
-    """Bytes of its own that this process has. How much of its libraries is in memory is up to the kernel."""
-    with open("/proc/self/status") as file:
-        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
-
-
-@asynccontextmanager
-async def open_plain(port: int) -> AsyncIterator[trio.SocketStream]:
-    """A connection whose handshake is over."""
-    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-        await shake_hands(stream, READY)
-        yield stream
-
-
-async def shake_hands(stream: trio.SocketStream, ready: bytes) -> None:
-    """Be a plain ZMQ socket up to its first message."""
-    await stream.send_all(GREETING + b"\x04" + bytes([len(ready)]) + ready)
-    heard = b""
-    while b"Identity" not in heard:  # the end of its own READY; it does not talk to whoever does not wait for that
-        heard += await stream.receive_some()
 
 
 async def echo(listener: ListeningLink) -> None:
