@@ -1,17 +1,21 @@
 """Sixteen streams between two processes, payloads of 1 B to 64 MB, for minutes: memory and descriptors have to stay.
 
 `python -m tests.faults.soak --minutes 5`, or `--chunks 1000000`.
+
+Every few seconds the streams rest: the sender waits until all that it sent was taken, both processes are looked at, and
+it goes on. What they hold then is not what happens to be under way.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +26,8 @@ import trio
 
 from trio_mori import Connector, open_connector
 
+from . import holdings
+from .holdings import Look
 from .lane import context, free_port
 
 STREAMS = 16
@@ -31,21 +37,10 @@ POOL = 256 << 20
 SIZES = (1, 100, 1_000, 4_096, 10_000, 65_536, 100_000, 1 << 20)
 LARGEST = 64_000_000
 
-# Samples of resident memory that the slope is taken from, after the first third: there pools and arenas still fill.
-SAMPLES = 60
-
-
-@attrs.frozen
-class Sample:
-    """A process at one moment.
-
-    Attributes:
-        resident: Bytes of its own memory and of pools. How much of its libraries is there is up to the kernel.
-    """
-
-    seconds: float
-    resident: int
-    descriptors: int
+# Seconds of work between two looks at most, and how many looks there are: at least, unless it ends by count; and in a
+# short run about. Until all is taken that a look waits for, a busy machine needs seconds.
+EVERY = 2.0
+ENOUGH, LOOKS = 12, 60
 
 
 @attrs.frozen(kw_only=True)
@@ -54,13 +49,13 @@ class Outcome:
 
     Attributes:
         chunks, size: What it sent or received.
-        samples: Taken over the time.
+        looks: At its process, over the time.
         put, got, free: Of its statistics in the end: payloads and bytes, and whether the pool was wholly free.
     """
 
     chunks: int
     size: int
-    samples: Sequence[Sample]
+    looks: Sequence[Look]
     put: tuple[int, int]
     got: tuple[int, int]
     free: bool
@@ -73,76 +68,98 @@ def size_of(stream: int, number: int) -> int:
     return SIZES[(stream * 7 + number * 13) % len(SIZES)] + (stream + number) % 5
 
 
-def _look(seconds: float) -> Sample:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    resident = 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
-    return Sample(seconds, resident, len(os.listdir("/proc/self/fd")))
+async def _leak_memory() -> None:
+    """A megabyte in a second."""
+    kept = []
+    while True:
+        kept.append(b"leak" * 25_000)
+        await trio.sleep(0.1)
 
 
 class _Side:
-    """Counts, and samples its process."""
+    """Counts, and looks at its process."""
 
-    def __init__(self, connector: Connector, seconds: float) -> None:
+    def __init__(self, connector: Connector) -> None:
         self.connector = connector
         self.chunks = 0
         self.size = 0
-        self.samples: list[Sample] = []
-        self._every = seconds / SAMPLES
+        self.looks: list[Look] = []
+        self._started = trio.current_time()
 
-    async def sample_forever(self) -> None:
-        started = trio.current_time()
-        while True:
-            await trio.sleep(self._every)
-            self.samples.append(_look(trio.current_time() - started))
+    def look(self) -> None:
+        self.looks.append(holdings.look(trio.current_time() - self._started))
+
+    async def all_was_taken(self) -> None:
+        while self.connector.statistics().pool.free < POOL:  # noqa: ASYNC110 - no event tells
+            await trio.sleep(0.01)
 
     async def outcome(self) -> Outcome:
-        with trio.move_on_after(10):
-            while self.connector.statistics().pool.free < POOL:  # noqa: ASYNC110 - no event tells
-                await trio.sleep(0.02)
+        with trio.move_on_after(30):
+            await self.all_was_taken()
+        self.look()
         now = self.connector.statistics()
         put, got = now.put.get("0_1"), now.got.get("0_1")
         return Outcome(
             chunks=self.chunks,
             size=self.size,
-            samples=self.samples,
+            looks=self.looks,
             put=(0, 0) if put is None else (put.payloads, put.bytes),
             got=(0, 0) if got is None else (got.payloads, got.bytes),
             free=now.pool.free == now.pool.largest_free == POOL,
         )
 
 
-async def _send(pipe: Connection, port: int, seconds: float, chunks: int) -> None:
+async def _send(pipe: Connection, port: int, seconds: float, chunks: int, *, leak: bool) -> None:
     config = {"role": "sender", "host": "127.0.0.1", "zmq_port": port, "memory_pool_size": POOL, "stage_id": 0}
-    async with open_connector(config) as connector, trio.open_nursery() as nursery:
-        side = _Side(connector, seconds)
-        nursery.start_soon(side.sample_forever)
+    async with open_connector(config) as connector:
+        side = _Side(connector)
+        going = trio.Event()
+        going.set()
+
+        async def rest_now_and_then() -> None:
+            nonlocal going
+            while True:
+                await trio.sleep(min(EVERY, seconds / LOOKS))
+                going = trio.Event()
+                await side.all_was_taken()
+                side.look()
+                pipe.send("rests")
+                await trio.to_thread.run_sync(pipe.recv)  # that the other one was looked at
+                going.set()
+
         until = time.monotonic() + seconds
         area = torch.arange(LARGEST + 10, dtype=torch.int32).to(torch.uint8)
 
         async def stream(number: int) -> None:
             async with connector.open_chunk_sender(f"soak-{number}", to_stage="1") as out:
-                while time.monotonic() < until and out.sent * STREAMS < chunks:
+                while out.sent * STREAMS < chunks and (time.monotonic() < until or len(side.looks) < ENOUGH):
+                    await going.wait()
                     size = size_of(number, out.sent)
                     await out.send(area[out.sent % 7 : out.sent % 7 + size])
                     side.chunks += 1
                     side.size += size
 
-        async with trio.open_nursery() as streams:
-            for number in range(STREAMS):
-                streams.start_soon(stream, number)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rest_now_and_then)
+            async with trio.open_nursery() as streams:
+                for number in range(STREAMS):
+                    streams.start_soon(stream, number)
+            nursery.cancel_scope.cancel()
+        if leak:
+            os.open(os.devnull, os.O_RDONLY)
         pipe.send(await side.outcome())
         await trio.to_thread.run_sync(pipe.recv)  # that the other one has done, too
-        nursery.cancel_scope.cancel()
 
 
-async def _receive(pipe: Connection, port: int, seconds: float, chunks: int) -> None:
+async def _receive(pipe: Connection, port: int, *, leak: bool) -> None:
     address = {"sender_host": "127.0.0.1", "sender_zmq_port": port}
     async with (
         open_connector({"role": "receiver", "memory_pool_size": POOL, "stage_id": 1, **address}) as connector,
         trio.open_nursery() as nursery,
     ):
-        side = _Side(connector, seconds)
-        nursery.start_soon(side.sample_forever)
+        side = _Side(connector)
+        if leak:
+            nursery.start_soon(_leak_memory)
         area = torch.arange(LARGEST + 10, dtype=torch.int32).to(torch.uint8)
 
         async def stream(number: int) -> None:
@@ -152,46 +169,61 @@ async def _receive(pipe: Connection, port: int, seconds: float, chunks: int) -> 
                     assert isinstance(chunk, torch.Tensor)
                     size = size_of(number, count)
                     assert torch.equal(chunk, area[count % 7 : count % 7 + size]), (number, count)
+                    del chunk  # the next one may be long in coming
                     count += 1
                     side.chunks += 1
                     side.size += size
 
-        async with trio.open_nursery() as streams:
-            for number in range(STREAMS):
-                streams.start_soon(stream, number)
-        pipe.send(await side.outcome())
-        await trio.to_thread.run_sync(pipe.recv)
+        async def work() -> None:
+            async with trio.open_nursery() as streams:
+                for number in range(STREAMS):
+                    streams.start_soon(stream, number)
+            pipe.send(await side.outcome())
+
+        nursery.start_soon(work)
+        while True:
+            await trio.lowlevel.wait_readable(pipe.fileno())
+            if pipe.recv() == "over":
+                break
+            side.look()
+            pipe.send("was looked at")
         nursery.cancel_scope.cancel()
 
 
-def _run(side: Any, *arguments: Any) -> None:
-    trio.run(side, *arguments)
+def _run(side: Any, *arguments: Any, leak: bool) -> None:
+    gc.freeze()  # modules, at which nobody has to look again
+    trio.run(partial(side, *arguments, leak=leak))
 
 
-def soak(seconds: float, chunks: int) -> tuple[Outcome, Outcome]:
-    """Run it for so long, or for so many chunks; returns what both sides tell."""
+def soak(seconds: float, chunks: int, *, leak: bool = False) -> tuple[Outcome, Outcome]:
+    """Run it for so long, or for so many chunks; returns what both sides tell.
+
+    Args:
+        leak: Whether the sender is to lose a descriptor and the receiver memory, to see that it is found.
+    """
     port = free_port()
     pipes, processes = [], []
-    for side in (_send, _receive):
+    for side, *arguments in ((_send, port, seconds, chunks), (_receive, port)):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(side, theirs, port, seconds, chunks), daemon=True)
+        process = context.Process(target=_run, args=(side, theirs, *arguments), kwargs={"leak": leak}, daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
         processes.append(process)
-    sent, received = (pipe.recv() for pipe in pipes)
+    sender, receiver = pipes
+    outcomes: dict[Any, Outcome] = {}
+    while len(outcomes) < 2:
+        for pipe in wait(pipes):
+            said = pipe.recv()  # type: ignore[union-attr]
+            if isinstance(said, Outcome):
+                outcomes[pipe] = said
+            else:
+                (receiver if pipe is sender else sender).send(said)
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send("over")
         process.join(30)
         assert process.exitcode == 0, process
-    return sent, received
-
-
-def slope(samples: Sequence[Sample]) -> float:
-    """Bytes of resident memory gained in a second, by least squares."""
-    xs, ys = [s.seconds for s in samples], [s.resident for s in samples]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+    return outcomes[sender], outcomes[receiver]
 
 
 def complaints(sent: Outcome, received: Outcome) -> Iterator[str]:
@@ -204,27 +236,14 @@ def complaints(sent: Outcome, received: Outcome) -> Iterator[str]:
     for name, side in (("sender", sent), ("receiver", received)):
         if not side.free:
             yield f"the {name}'s pool is not free"
-        later = side.samples[len(side.samples) // 3 :]
-        if len(later) > 10:
-            spread = max(s.resident for s in later) - min(s.resident for s in later)
-            grown = slope(later) * (later[-1].seconds - later[0].seconds)
-            # Within noise: what comes and goes with the largest payloads is more than what was gained over the time.
-            if grown > max(spread / 2, 2 * LARGEST):
-                yield f"the {name} grew by {grown / 1e6:.1f} MB, with a spread of {spread / 1e6:.1f} MB"
-            if later[-1].descriptors > later[0].descriptors + 2:
-                yield f"the {name} had {later[0].descriptors} descriptors, then {later[-1].descriptors}"
+        for found in holdings.complaints(side.looks):
+            yield f"the {name} {found}"
 
 
 def describe(seconds: float, sent: Outcome, received: Outcome) -> str:
     """What was done, in a line for each side."""
     lines = [f"{sent.chunks} chunks, {sent.size / 1e9:.2f} GB in {seconds:.0f} s"]
-    for name, side in (("sender", sent), ("receiver", received)):
-        later = side.samples[len(side.samples) // 3 :]
-        if len(later) > 2:
-            lines.append(
-                f"{name}: {slope(later) / 1e3:+.1f} kB/s of resident memory ({later[-1].resident / 1e6:.0f} MB), "
-                f"{later[0].descriptors} descriptors, then {later[-1].descriptors}"
-            )
+    lines += [f"{name}: {holdings.describe(side.looks)}" for name, side in (("sender", sent), ("receiver", received))]
     return "\n".join(lines)
 
 
