@@ -142,11 +142,11 @@ async def test_what_arrives_while_a_task_leads_is_taken_by_it_and_what_comes_aft
     events: list[LinkEvent] = []
     async with open_listened_to(events) as (link, peer, route):
         await trio.testing.wait_all_tasks_blocked()
-        assert not link.may_lead(instead=False)
-        assert link.may_lead(instead=True)
+        assert link.may_lead
         async with trio.open_nursery() as nursery:
             nursery.start_soon(link.wait_input)
             await trio.testing.wait_all_tasks_blocked()
+            assert not link.may_lead
             peer.send([b"one"], route)
         assert link.take_nowait() == [Arrived([b"one"], b"")]
         await trio.testing.wait_all_tasks_blocked()
@@ -166,7 +166,7 @@ async def test_a_task_that_leads_is_roused_and_loses_nothing() -> None:
             await trio.testing.wait_all_tasks_blocked()
             link.rouse()
         assert link.take_nowait() == []
-        assert link.may_lead(instead=False)
+        assert link.may_lead
         peer.send([b"one"], route)
         link.hand_over()
         await wait_until(lambda: events == [Connected(), Arrived([b"one"], b"")])

@@ -137,13 +137,13 @@ class QueuedLink(Link):
             await self._wait()
             waited = True
 
-    def may_lead(self, *, instead: bool) -> bool:
-        """Whether `wait_input` may be called; `instead`: although the task in `receive` waits."""
+    @property
+    def may_lead(self) -> bool:
+        """Whether `wait_input` may be called: nobody leads, and there is nothing for `receive` to do."""
         transport = self._transport
-        # What is readable, or an event, is for `receive`, which is at it.
         if transport is None or transport.readable or self._events or self._closed:
             return False
-        return self._watched is None or (instead and not self._is_led)
+        return self._watched is None or not self._is_led
 
     async def wait_input(self) -> None:
         """Wait until something has arrived, or `rouse`, in the place of the task that waits, which goes on after

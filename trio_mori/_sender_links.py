@@ -169,13 +169,10 @@ class SenderLinks:
                 self._flush()
 
     @trio.lowlevel.enable_ki_protection  # a Ctrl-C does not get between a message and what comes of it
-    async def lead(self, awaited: Awaited, *, instead: bool) -> QueuedLink | None:
+    async def lead(self, awaited: Awaited) -> QueuedLink | None:
         """Read the link in the place of the task that listens, until something is settled or as long as that may be.
 
         Cancellation: while nothing has come.
-
-        Args:
-            instead: Also if that task waits now.
 
         Returns:
             The link that is to be handed over to that task again; None: nothing is to be done.
@@ -184,7 +181,7 @@ class SenderLinks:
         try:
             while not awaited.settled:
                 link = self.current
-                if link is None or led not in (None, link) or not link.may_lead(instead=instead and led is None):
+                if link is None or led not in (None, link) or not link.may_lead:
                     break
                 awaited.waiter = led = link
                 try:

@@ -22,7 +22,7 @@ from ._errors import (
 )
 from ._events import PEER_LOST, SENDER_REFUSED
 from ._keys import Keys
-from ._link import QUIET, QueuedLink
+from ._link import QueuedLink
 from ._log_limit import LogLimit
 from ._offers import landing_of, names_of, offers_of
 from ._presence import Presence
@@ -149,9 +149,14 @@ class Upstream:
         self._links.look()
 
     async def lead(self, interest: Interest) -> None:
-        """See `SenderLinks.lead`; in the place of the task that listens, unless messages for many follow each other."""
-        instead = len(self.channel.interests) == 1 or trio.current_time() - self._presence.last_heard > QUIET
-        led = await self._links.lead(interest, instead=instead)
+        """See `SenderLinks.lead`; if it is the only one.
+
+        The answers to many leave together, in a tick of their own. One that goes ahead has messages go one by one:
+        16 streams flat out took a fifth more CPU at both ends.
+        """
+        if len(self.channel.interests) > 1:
+            return
+        led = await self._links.lead(interest)
         if led is not None:
             self._around.hand_over_soon(led)  # whoever asks for the next payload at once leads on
 
