@@ -6,6 +6,7 @@ not. A call that returned did all of it, also if it was cancelled when it was do
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -86,8 +87,13 @@ class Call:
 
 
 class Case(ABC):
-    """A call, and how it is seen afterwards whether it had its effect. Its number makes each round's keys new."""
+    """A call, and how it is seen afterwards whether it had its effect. Its number makes each round's keys new.
 
+    Attributes:
+        sweeps: Which public call that is.
+    """
+
+    sweeps: str
     sender_pool = receiver_pool = POOL
 
     def __init__(self, pair: Pair, number: int) -> None:
@@ -110,6 +116,7 @@ class Case(ABC):
 
 
 class PutWithRoom(Case):
+    sweeps = "Connector.put"
     size = UNIT
 
     async def call(self) -> object:
@@ -159,6 +166,8 @@ class PutOfABuffer(PutWithRoom):
 
 
 class Cleanup(Case):
+    sweeps = "Connector.cleanup"
+
     async def before(self) -> None:
         await self.pair.put(self.key, filled(UNIT))
 
@@ -170,6 +179,8 @@ class Cleanup(Case):
 
 
 class CleanupOfWhatWasAskedFor(Case):
+    sweeps = "Connector.cleanup"
+
     async def before(self) -> None:
         with pytest.raises(NotReady):
             self.pair.get_nowait(self.key)
@@ -182,6 +193,8 @@ class CleanupOfWhatWasAskedFor(Case):
 
 
 class Drain(Case):
+    sweeps = "Connector.drain"
+
     async def before(self) -> None:
         await self.pair.put(self.key, filled(UNIT))
 
@@ -197,6 +210,7 @@ class Drain(Case):
 
 
 class GetOfWhatIsThere(Case):
+    sweeps = "Connector.get"
     size = UNIT
 
     async def before(self) -> None:
@@ -247,7 +261,24 @@ class GetThatIsBeingWritten(GetOfWhatIsThere):
         self.pair.sender_engine.release()
 
 
+class Take(GetOfWhatIsThere):
+    sweeps = "Connector.take"
+
+    async def call(self) -> object:
+        arrival = await self.pair.receiver.take("0", "1", self.key)
+        value = arrival.restore()
+        arrival.finish()
+        return value
+
+
+class TakeThatWaits(GetThatWaits):
+    sweeps = "Connector.take"
+    call = Take.call
+
+
 class Lease(GetOfWhatIsThere):
+    sweeps = "Connector.lease"
+
     async def call(self) -> object:
         async with self.pair.receiver.lease("0", "1", self.key) as lease:
             return lease.buffer.tensor.clone()
@@ -255,6 +286,8 @@ class Lease(GetOfWhatIsThere):
 
 class SendOfAChunk(Case):
     """The stream goes on with the same number."""
+
+    sweeps = "ChunkSender.send"
 
     async def call(self) -> object:
         async with self.pair.sender.open_chunk_sender(self.key, "1", from_stage="0") as self.out:
@@ -279,6 +312,8 @@ class SendOfAChunk(Case):
 
 
 class ReceptionOfAChunk(Case):
+    sweeps = "ChunkReceiver.__anext__"
+
     async def before(self) -> None:
         async with self.pair.sender.open_chunk_sender(self.key, "1", from_stage="0") as out:
             for number in range(3):
@@ -315,6 +350,8 @@ class ReceptionThatWaits(ReceptionOfAChunk):
 class EndOfAStream(Case):
     """Leaving the sender's block: the end gets through whatever happens."""
 
+    sweeps = "Connector.open_chunk_sender"
+
     async def call(self) -> object:
         async with self.pair.sender.open_chunk_sender(self.key, "1", from_stage="0") as out:
             with trio.CancelScope(shield=True):
@@ -339,6 +376,8 @@ CASES = [
     GetThatWaits,
     GetOfWhatArrived,
     GetThatIsBeingWritten,
+    Take,
+    TakeThatWaits,
     Lease,
     SendOfAChunk,
     ReceptionOfAChunk,
@@ -380,6 +419,24 @@ async def test_a_call_cancelled_at_any_checkpoint_had_no_effect(kind: type[Case]
         assert not call.cancelled
     assert cancelled >= 1, "cancelled before it begins it is always cancelled"
     assert number >= 2
+
+
+def is_async(function: object) -> bool:
+    """Whether it is awaited, or left and entered by ``async with``."""
+    plain = inspect.unwrap(function) if callable(function) else function
+    return inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain)
+
+
+def test_every_public_call_that_may_wait_is_among_them() -> None:
+    public = {
+        f"{kind.__name__}.{name}"
+        for kind in (Connector, ChunkSender, ChunkReceiver)
+        for name, member in vars(kind).items()
+        if is_async(member) and (not name.startswith("_") or name == "__anext__")
+    }
+    swept = {case.sweeps for case in CASES} | {"Connector.wait_listening"}  # which is in test_port_cancellation.py
+    assert "Connector.take" in public
+    assert public <= swept, public - swept
 
 
 # --- opening and closing ------------------------------------------------------------------------------------

@@ -66,6 +66,25 @@ def halting(halt: Halt) -> Iterator[None]:
         trio.lowlevel.remove_instrument(halt)
 
 
+async def test_a_wait_for_the_address_that_is_cancelled_anywhere_leaves_it_to_be_had() -> None:
+    for number in itertools.count(1):
+        async with open_site() as site:
+            first, second = await site.open(), await site.open_elsewhere()
+            scope = trio.CancelScope()
+            halt = Halt(number, scope.cancel)
+            with halting(halt), scope:
+                await second.connector.wait_listening()
+            if scope.cancelled_caught:
+                await second.connector.wait_listening()
+            second.connector.put_nowait("0", "1", "k", b"x")
+            receiver = await site.open_receiver()
+            assert await get(receiver, "k") == b"x"
+            await assert_free(first.connector, second.connector, receiver.connector)
+        if not halt.reached:
+            break
+    assert number >= 5
+
+
 @pytest.mark.parametrize("part", [pytest.param(0, marks=deterministic), *range(1, 16)])
 async def test_a_first_put_that_is_cancelled_anywhere_put_nothing_and_the_next_one_puts(part: int) -> None:
     for number in range(1 + part, 1000, 16):
