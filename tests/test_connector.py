@@ -227,6 +227,21 @@ async def test_put_nowait_puts_here_and_now_or_says_that_there_is_no_room() -> N
         await pair.assert_whole()
 
 
+async def test_a_put_that_found_no_room_changes_nothing_and_succeeds_when_a_payload_was_read() -> None:
+    async with open_pair() as pair:
+        for number in range(4):
+            pair.sender.put_nowait("0", "1", f"k{number}", filled(POOL // 4, number))
+        with pytest.raises(NoRoom):
+            pair.sender.put_nowait("0", "1", "more", filled(POOL // 4, 9))
+        assert pair.sender.statistics().held["published"] == POOL
+        assert torch.equal(await pair.get("k0"), filled(POOL // 4, 0))
+        await wait_until(lambda: pair.sender.statistics().pool.free == POOL // 4)
+        pair.sender.put_nowait("0", "1", "more", filled(POOL // 4, 9))
+        for number, key in ((1, "k1"), (2, "k2"), (3, "k3"), (9, "more")):
+            assert torch.equal(await pair.get(key), filled(POOL // 4, number))
+        await pair.assert_whole()
+
+
 async def test_get_nowait_asks_once_and_says_not_ready_until_it_came() -> None:
     async with open_pair() as pair:
         for _ in range(5):

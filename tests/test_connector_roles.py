@@ -89,10 +89,12 @@ async def test_a_sender_without_an_endpoint_refuses_to_get_and_one_with_metadata
 
 
 @deterministic
-@pytest.mark.parametrize("known", [{}, {"sender_host": "127.0.0.1"}, {"sender_zmq_port": 5}])
+@pytest.mark.parametrize(
+    "known", [{}, {"host": "auto"}, {"sender_host": "auto"}, {"sender_host": "127.0.0.1"}, {"sender_zmq_port": 5}]
+)
 async def test_a_receiver_that_was_not_told_its_sender_says_what_to_set(known: dict[str, object]) -> None:
     async with MemoryFabric().open() as engine, open_connector({"role": "receiver", **known}, engine=engine) as conn:
-        with pytest.raises(NoEndpoint, match=r"update_sender_info"):
+        with pytest.raises(NoEndpoint, match=r"set sender_host and sender_zmq_port, call update_sender_info"):
             await conn.get("0", "1", "k")
         with pytest.raises(NoEndpoint):
             conn.get_nowait("0", "1", "k")

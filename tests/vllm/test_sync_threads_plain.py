@@ -69,7 +69,7 @@ class History:
 
 
 def test_sixteen_threads_get_the_latest_put_or_nothing_and_leave_both_pools_free() -> None:
-    """For longer: TRIO_MORI_STRESS_SECONDS=60."""
+    """For longer: TRIO_MORI_STRESS_SECONDS=60, as the gate does."""
     keys, threads = 200, 16
     with open_pair(memory_pool_size=8 << 20) as (up, down):
         stop = time.monotonic() + float(os.environ.get("TRIO_MORI_STRESS_SECONDS", "2"))
