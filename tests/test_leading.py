@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ from trio_mori.abc import Arrived, Connected, LinkEvent
 pytestmark = pytest.mark.deterministic
 
 LINKS = pytest.mark.parametrize("link", ["auto", "off"], ids=["unix", "zmq"])
+
+
+@pytest.fixture(autouse=True)
+def _however_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trio_mori._upstream.QUIET", inf)
 
 
 @asynccontextmanager
