@@ -138,6 +138,11 @@ class QueuedLink(Link):
             waited = True
 
     @property
+    def is_watched(self) -> bool:
+        """Whether a task waits for something to arrive."""
+        return self._watched is not None
+
+    @property
     def may_lead(self) -> bool:
         """Whether `wait_input` may be called: nobody leads, and there is nothing for `receive` to do."""
         transport = self._transport
