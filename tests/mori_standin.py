@@ -56,7 +56,9 @@ class PeerFailureEvent:
 @attrs.frozen
 class IOEngineConfig:
     host: str = attrs.field(validator=attrs.validators.instance_of(str))
-    port: int = attrs.field(validator=[attrs.validators.instance_of(int), attrs.validators.lt(65536)])
+    port: int = attrs.field(
+        validator=[attrs.validators.instance_of(int), attrs.validators.ge(0), attrs.validators.lt(65536)]
+    )
 
 
 def _int(default: int) -> int:
@@ -220,6 +222,7 @@ class IOEngine:
         self.remotes[desc.key] = desc
 
     def deregister_remote_engine(self, desc: EngineDesc) -> None:
+        assert isinstance(desc, EngineDesc)
         self.remotes.pop(desc.key, None)
 
     def register_torch_tensor(self, tensor: torch.Tensor) -> MemoryDesc:
@@ -233,6 +236,7 @@ class IOEngine:
         return one
 
     def deregister_memory(self, desc: MemoryDesc) -> None:
+        assert isinstance(desc, MemoryDesc)
         assert all(status.Code() is not StatusCode.IN_PROGRESS for status in self._posted)
         self._memory.remove(desc)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import attrs
 import mori_standin
 import pytest
 import trio
@@ -29,6 +30,7 @@ from trio_mori import ConfigError, EngineUnavailable, TransferFailed, open_conne
 from trio_mori._engines import _mori, _mori_pool, _mori_sweep, _mori_transfers, open_engine
 from trio_mori._engines._mori import open_mori
 from trio_mori._engines._mori_library import _USED, MemoryDesc, load
+from trio_mori._engines._mori_options import RdmaOptions
 from trio_mori._engines._mori_outlet import Outlet
 from trio_mori._engines._mori_peer import MoriPeer
 from trio_mori.abc import Engine, Region, Write
@@ -44,8 +46,11 @@ OPTIONS: dict[str, object] = {
     "post_batch_size": 8,
     "num_worker_threads": 3,
     "poll_cq_mode": "event",
+    "enable_notification": False,
+    "notif_per_qp": 16,
     "enable_transfer_chunking": True,
     "chunk_bytes": 4096,
+    "max_chunks_per_transfer": 7,
     "num_nics_per_transfer": 2,
 }
 
@@ -82,6 +87,7 @@ async def test_every_option_reaches_mori_and_the_environment_is_as_before(
             assert os.environ["MORI_RDMA_DEVICES"] == "before"
     assert fabric.devices == ["mlx5_0,mlx5_1"]
     (config,) = fabric.configs
+    assert OPTIONS.keys() == {field.name for field in attrs.fields(RdmaOptions)}
     for name, value in OPTIONS.items():
         if name not in ("host", "rdma_devices"):
             expected = mori_standin.PollCqMode.EVENT if name == "poll_cq_mode" else value

@@ -210,6 +210,59 @@ def test_a_library_has_one_home(library: str, homes: tuple[str, ...]) -> None:
     assert shown([each for each in core if not each.importer.startswith(allowed)]) == []
 
 
+def changes_environment(source: str) -> list[int]:
+    """The lines in which something other than reading is done with the environment, as far as it is called that."""
+    tree = ast.parse(source)
+    reads: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Attribute) and node.attr in ("get", "copy", "items", "keys")) or (
+            isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+        ):
+            reads.add(node.value)
+        elif isinstance(node, ast.Compare):
+            reads.update(node.comparators)
+        elif isinstance(node, ast.Dict):
+            reads.update(value for key, value in zip(node.keys, node.values, strict=True) if key is None)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (node.attr in ("putenv", "unsetenv") or node.attr.startswith("environ")):
+            found += [] if node in reads else [node.lineno]
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            found += [node.lineno for alias in node.names if alias.name.startswith(("environ", "putenv", "unsetenv"))]
+    return found
+
+
+@pytest.mark.deterministic
+def test_the_environment_is_changed_in_one_place() -> None:
+    found = {name for name, path in MODULES.items() if changes_environment(path.read_text())}
+    assert found == {f"{PACKAGE}._engines._mori_options"}
+
+
+@pytest.mark.deterministic
+@pytest.mark.parametrize(
+    "line",
+    [
+        "os.environ['A'] = 'b'",
+        "os.environ['A'] += 'b'",
+        "del os.environ['A']",
+        "os.environ |= {}",
+        "os.environ.update(A='b')",
+        "os.environ.setdefault('A', 'b')",
+        "os.environ.pop('A')",
+        "environment = os.environ",
+        "change(os.environ)",
+        "os.environb[b'A'] = b'b'",
+        "os.putenv('A', 'b')",
+        "from os import environ",
+    ],
+)
+def test_a_change_of_the_environment_is_found_however_it_is_written(line: str) -> None:
+    assert changes_environment(f"import os\n{line}") == [2]
+    assert (
+        changes_environment("import os\nos.environ['A'], os.environ.get('B'), 'C' in os.environ, {**os.environ}") == []
+    )
+
+
 @pytest.mark.deterministic
 def test_sender_and_receiver_are_given_their_engine() -> None:
     givers = (f"{PACKAGE}._engines", f"{PACKAGE}._opening", f"{PACKAGE}.testing")

@@ -30,9 +30,9 @@ from examples.pipeline.messages import (
 from examples.pipeline.report import Live
 
 QUIET = ("-W", "ignore:Failed to initialize NumPy")  # torch says so when it is imported; nothing here needs numpy
-ECHO_GRACE = (
-    5.0  # seconds for a failed stage to be heard of after its neighbours said so: it closes its connector first
-)
+# Seconds for a failed stage to be heard of after its neighbours said so: it closes its connector first, which may take
+# the 5 s of close_grace.
+ECHO_GRACE = 10.0
 LEAVE_GRACE = 20.0  # seconds for a stage that is told to leave: on a busy machine, loading torch alone may take ten
 
 

@@ -11,7 +11,7 @@ import os
 
 import msgspec
 
-STDOUT = 1
+STDOUT, STDERR = 1, 2
 NAMES = ("thinker", "talker", "code2wav")  # of the stages, by number
 
 
@@ -97,11 +97,21 @@ def line_of(message: Message | Order) -> bytes:
     return msgspec.json.encode(message) + b"\n"
 
 
+_parent = STDOUT
+
+
+def keep_stdout() -> None:
+    """Have stdout to ourselves: what libraries print, as Mori does when a copy fails, goes to stderr from now on."""
+    global _parent
+    _parent = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+
+
 def tell(message: Message) -> None:
     """Say something to the parent."""
     line = line_of(message)
     while line:
-        line = line[os.write(STDOUT, line) :]
+        line = line[os.write(_parent, line) :]
 
 
 def heard(line: bytes) -> Message:

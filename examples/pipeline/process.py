@@ -29,6 +29,7 @@ from examples.pipeline.messages import (
     Order,
     Progress,
     Request,
+    keep_stdout,
     tell,
 )
 from examples.pipeline.models import FRAME, SAMPLE_RATE, run_in_one_process
@@ -146,6 +147,7 @@ def carry_out(role: str, order: Order) -> None:
 
 def main() -> None:
     """Take the order and carry it out. What fails is told to the parent, which shows it."""
+    keep_stdout()
     torch.set_num_threads(1)
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     try:

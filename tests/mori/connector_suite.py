@@ -9,6 +9,7 @@ import pytest
 import rig
 import stock_edges
 import stock_peers
+import test_chunks
 import test_connector
 import test_connector_buffers
 import test_connector_close
@@ -25,6 +26,7 @@ import test_stock_senders
 from trio_mori.testing import MemoryFabric
 
 SUITE = (
+    test_chunks,
     test_connector,
     test_connector_buffers,
     test_connector_close,
@@ -45,8 +47,6 @@ OTHERS = {
     "test_a_sender_process_that_is_stopped_is_lost_for_each_get_and_may_go_on",
     # It gives two hundred queries four milliseconds each, and all of them twenty seconds. The engine has no part in it.
     "test_a_late_answer_to_a_query_is_never_taken_for_that_to_a_newer_one",
-    # It counts the tasks of everybody, and an engine of Mori has one.
-    "test_receivers_beyond_max_peers_push_out_those_that_are_gone_without_a_trace",
 }
 
 ALL = [(name, test) for module in SUITE for name, test in vars(module).items() if name.startswith("test_")]

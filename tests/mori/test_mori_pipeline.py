@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from mori_lane import moriemu
+import trio
+from mori_lane import emulated, moriemu
+
+from examples.pipeline.__main__ import order_from, parse
+from examples.pipeline.demo import Demo
 
 pytest.importorskip("mori.io", reason="needs amd-mori: see docs/mori.md")
 pytestmark = pytest.mark.mori
@@ -18,27 +23,31 @@ ROOT = Path(__file__).parent.parent.parent
 SITE = Path(__file__).parent / "site"
 
 
-RUNS = [(0.002, 2), pytest.param(0.2, 1, marks=pytest.mark.slow)] if moriemu else [(0, 4)]
+RUNS = [(0, 2), (0.002, 2), pytest.param(0.2, 1, marks=pytest.mark.slow)] if moriemu else [(0, 4)]
 
 
-@pytest.mark.parametrize(("delay", "requests"), RUNS)
-def test_the_pipeline_makes_over_xgmi_what_one_process_makes(tmp_path: Path, delay: float, requests: int) -> None:
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of the example, whose processes will have GPUs."""
     deploy = (ROOT / "examples" / "pipeline" / "pipeline.yaml").read_text()
     for before, after in (('backend_type: "shm"', "xgmi"), ('memory_pool_device: "cpu"', "cuda")):
         assert deploy.count(before) == 1
         deploy = deploy.replace(before, f'{before.partition(":")[0]}: "{after}"')
     (tmp_path / "gpu.yaml").write_text(deploy)
-    environment = dict(os.environ)
     if moriemu:
-        environment["PYTHONPATH"] = os.pathsep.join((str(SITE), environment["PYTHONPATH"]))
-        environment |= {"HIPEMU_DEVICES": "3", "HIPEMU_COPY_DELAY_US": str(int(delay * 1e6))}
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(SITE), os.environ["PYTHONPATH"])))
+        monkeypatch.setenv("HIPEMU_DEVICES", "3")
+    return ["--deploy", str(tmp_path / "gpu.yaml"), "--out", str(tmp_path / "out.wav"), "--speed", "0"]
+
+
+@pytest.mark.parametrize(("delay", "requests"), RUNS)
+def test_the_pipeline_makes_over_xgmi_what_one_process_makes(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, delay: float, requests: int
+) -> None:
+    monkeypatch.setenv("HIPEMU_COPY_DELAY_US", str(int(delay * 1e6)))
     run = subprocess.run(
-        [
-            *(sys.executable, "-m", "examples.pipeline", "--deploy", str(tmp_path / "gpu.yaml")),
-            *("--out", str(tmp_path / "out.wav"), "--requests", str(requests), "--speed", "0"),
-        ],
+        [sys.executable, "-m", "examples.pipeline", *arguments, "--requests", str(requests)],
         cwd=ROOT,
-        env=environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -52,3 +61,21 @@ def test_the_pipeline_makes_over_xgmi_what_one_process_makes(tmp_path: Path, del
     assert len({rows[0][2], rows[0][3], rows[1][3]}) == 3, "three processes"
     for row in rows:
         assert row[4] == row[5] == row[6] != "0", "all that was put was written, and got"
+
+
+@emulated
+@pytest.mark.parametrize("mode", ["enqueue", "event"])
+async def test_a_copy_that_fails_in_the_pipeline_is_a_typed_error_of_a_stage_and_all_end_by_themselves(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setenv("HIPEMU_COPY_DELAY_US", "2000")
+    monkeypatch.setenv("HIPEMU_FAIL_COPY", f"2:719:{mode}")
+    demo = Demo(order_from(parse([*arguments, "--requests", "1"])))
+    with trio.fail_after(100):
+        await demo.run()
+    assert demo.failure is not None
+    assert re.search(r"stage \d \(\w+\) failed: TransferFailed: .* Mori says ERR_GPU_OP", demo.failure), demo.failure
+    statuses = [stage.process.returncode for stage in demo.stages if stage.process]
+    assert len(statuses) == 3
+    # The parent sends SIGTERM; one that has just said why it fails no longer handles it.
+    assert set(statuses) <= {0, 1, 128 + signal.SIGTERM, -signal.SIGTERM}, statuses

@@ -111,6 +111,8 @@ class MoriEngine(Engine):
     Mori trusts its caller. Bounds, descriptors and identity are checked here before it hears of them; what it may
     touch is kept until its statuses say that it has ended (see `Transfers` and `Outlet`). A write to a peer that was
     not written to before goes through a thread, since Mori connects, or maps, in it.
+
+    It keeps every peer that was added until that is dropped, and sets no bound to them: a connector does, `max_peers`.
     """
 
     def __init__(
