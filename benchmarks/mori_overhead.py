@@ -5,6 +5,9 @@
 Both go round the pool, as payloads do, so that neither copies what the caches hold already. What else runs on the
 machine makes rounds slower, now of this and now of that: the ratio is the median of those of single rounds, in which
 both take turns.
+
+And what Mori's sessions spare: `batch_write` and a session's `write`, each with a `Wait`, in turns, always at one
+place.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import trio
 
@@ -42,6 +48,16 @@ async def own() -> None:
         engine.region.tensor.zero_()
         print(engine.descriptor.engine.hex(), engine.descriptor.memory.hex(), flush=True)
         await trio.to_thread.run_sync(sys.stdin.read)
+
+
+def time_in_place(write: Callable[[], list[Any]]) -> list[float]:
+    """Some writes, each with the wait for its end."""
+    times = []
+    for _ in range(WRITES):
+        began = time.perf_counter()
+        write()[0].Wait()
+        times.append(time.perf_counter() - began)
+    return times
 
 
 async def compare(descriptor: Descriptor, limit: float | None) -> None:
@@ -84,9 +100,31 @@ async def compare(descriptor: Descriptor, limit: float | None) -> None:
             theirs.append(write_bare(bare))
             if not number % 2:
                 ours.append(await write_ours())
+        batches: list[list[float]] = []
+        sessions: list[list[float]] = []
+        if session := bare.create_session(local, remote):
+
+            def write_batch(bare: IOEngine) -> list[Any]:
+                uids = [bare.allocate_transfer_uid()]
+                return [*bare.batch_write([local], [[0]], [remote], [[0]], [[SIZE]], uids)]
+
+            def write_by_session() -> list[Any]:
+                return [session.write(0, 0, SIZE, next(cursor))]
+
+            for _ in range(ROUNDS):
+                batches.append(time_in_place(partial(write_batch, bare)))
+                sessions.append(time_in_place(write_by_session))
+            del session
         bare.deregister_memory(local)
         del bare
-    for name, rounds in (("bare batch_write + Wait", theirs), ("Engine.write", ours)):
+    for name, rounds in (
+        ("bare batch_write + Wait", theirs),
+        ("Engine.write", ours),
+        ("one place: batch_write", batches),
+        ("one place: by a session", sessions),
+    ):
+        if not rounds:
+            continue
         times = list(itertools.chain(*rounds))
         p99 = statistics.quantiles(times, n=100)[98]
         print(f"{name:24} p50 {1e6 * statistics.median(times):7.1f} us   p99 {1e6 * p99:7.1f} us")

@@ -18,8 +18,10 @@ SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "mori_overhead.py"
 # compared all through a run, but not through three.
 LIMIT = "1.5"
 
+NAMES = ["bare batch_write + Wait", "Engine.write", "one place: batch_write", "one place: by a session"]
 
-def test_a_write_of_64_kib_takes_at_most_half_as_long_again_as_in_bare_mori() -> None:
+
+def test_a_write_of_64_kib_takes_at_most_half_as_long_again_as_in_bare_mori_in_the_best_of_three_runs() -> None:
     printed = []
     for _ in range(3):
         run = subprocess.run(
@@ -27,7 +29,7 @@ def test_a_write_of_64_kib_takes_at_most_half_as_long_again_as_in_bare_mori() ->
         )
         printed += [run.stdout, run.stderr]
         lines = re.findall(r"^(.+?) +p50 +([\d.]+) us", run.stdout, re.MULTILINE)
-        assert [name for name, _ in lines] == ["bare batch_write + Wait", "Engine.write"], run.stderr
+        assert [name for name, _ in lines] == NAMES, run.stderr
         assert all(float(took) > 0 for _, took in lines)
         assert re.search(r"^ratio \d+\.\d+$", run.stdout, re.MULTILINE)
         if run.returncode == 0:

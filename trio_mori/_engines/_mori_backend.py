@@ -118,7 +118,8 @@ class XgmiBackend(Backend):
             self.close(outlet)
 
     def session_to(self, peer: MoriPeer) -> Session | None:
-        # Mori's sessions spare the look-ups: 64 KiB take 2.9 us instead of 5.4 (emulated, warm caches).
+        # Mori's sessions spare the look-ups: 64 KiB take 2.9 us instead of 5.4 (emulated, warm caches;
+        # benchmarks/mori_overhead.py measures it).
         return None if peer.outlet is None else peer.outlet.open_session(peer.memory)
 
 
