@@ -1,8 +1,9 @@
-"""The demo's stages and its WAV reading, each on its own: no connector, no process."""
+"""The demo's stages, its WAV reading and its report, each on its own: no connector, no process."""
 
 from __future__ import annotations
 
 import math
+import re
 import struct
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 
 from examples.pipeline import make_recording
+from examples.pipeline.messages import Count, Finished
 from examples.pipeline.models import FRAME, SAMPLE_RATE, Code2Wav, CodecChunks, Talker, Thinker, run_in_one_process
+from examples.pipeline.report import percentile, table
 from examples.pipeline.wav import WavError, read_wav, resample, wav_bytes
 
 RECORDING = Path(make_recording.__file__).with_name("recording.wav")
@@ -172,3 +175,33 @@ def test_the_recording_is_what_its_script_makes(tmp_path: Path) -> None:
     (tmp_path / "again.wav").write_bytes(wav_bytes(make_recording.sing(), make_recording.RATE))
     again, _ = read_wav(tmp_path / "again.wav")
     torch.testing.assert_close(again, read_wav(RECORDING)[0], atol=2 / 32768, rtol=0)
+
+
+# --- the report --------------------------------------------------------------------------------------------
+
+
+def finished(pid: int, written: int, *, first_sent: float = 0.0, last_arrived: float = 0.0) -> Finished:
+    """A stage through which nothing has passed."""
+    return Finished(pid, "shm", written, {}, {}, [], first_sent, last_arrived)
+
+
+def test_the_table_says_what_the_stages_counted_and_how_long_it_took() -> None:
+    stages = [finished(11, 4), finished(12, 200, first_sent=10.0, last_arrived=12.0), finished(13, 0)]
+    stages[0].put["0_1"] = Count(4, 1)
+    stages[1].got["0_1"] = Count(3, 5_000_000)
+    stages[1].latencies.extend([0.004, 0.001, 0.003, 0.0025])
+    stages[1].put["1_2"] = Count(200, 1)
+    stages[2].got["1_2"] = Count(199, 1_234_567)
+    stages[2].latencies.extend(number / 1000 for number in range(200, 0, -1))
+    stages[2].first_sent, stages[2].last_arrived = 1.0, 1.5
+    heading, first, second = (re.split(" {2,}", line.strip()) for line in table(stages).splitlines())
+    assert heading == ["edge", "from pid", "to pid", "put", "shm wrote", "got", "bytes", "p50", "p99", "MB/s"]
+    assert first[1:] == ["11", "12", "4", "4", "3", "5,000,000", "2.50 ms", "4.00 ms", "2.5"]
+    assert second[1:] == ["12", "13", "200", "200", "199", "1,234,567", "100.00 ms", "198.00 ms", "2.5"]
+    assert (first[0], second[0]) == ("0 -> 1 hidden states", "1 -> 2 codec frames")
+
+
+@pytest.mark.parametrize(("percent", "value"), [(1, 1), (50, 50), (99, 99), (100, 100)])
+def test_so_many_percent_of_the_values_do_not_exceed_a_percentile(percent: int, value: int) -> None:
+    assert percentile([float(number) for number in range(100, 0, -1)], percent) == value
+    assert percentile([7.0], percent) == 7
