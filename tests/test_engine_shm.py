@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -264,6 +265,29 @@ async def test_more_memory_than_there_is_is_an_error_and_nobody_is_killed() -> N
     with pytest.raises(EngineUnavailable, match=rf"{1 << 50} bytes.*available.*memory_pool_size"):
         async with open_engine("shm", pool_size=1 << 50):
             pass
+
+
+@deterministic
+@pytest.mark.parametrize("call", ["memfd_create", "ftruncate", "posix_fallocate"])
+async def test_a_pool_that_finds_no_memory_names_the_remedy_and_keeps_none(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, _refuse_memory)
+        with pytest.raises(
+            EngineUnavailable, match=rf"memory ran out at 0 of the pool's {POOL} bytes .*memory_pool_size"
+        ):
+            async with open_engine("shm", pool_size=POOL):
+                pass
+        await trio.lowlevel.checkpoint()
+        assert open_files() == before
+    async with open_engine("shm", pool_size=POOL):
+        pass
+
+
+def _refuse_memory(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @deterministic

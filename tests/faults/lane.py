@@ -117,7 +117,7 @@ class Round:
 
     # --- processes ----------------------------------------------------------------------------------------
 
-    def _start(self, place: int, first: dict[int, int]) -> None:
+    def _start(self, place: int, first: dict[int, int], full: stage.Full | None = None) -> None:
         plan = self._plan
         config: dict[str, object] = {
             "host": "127.0.0.1",
@@ -149,6 +149,7 @@ class Round:
             again=plan.kills,
             slow_copies=plan.slow_copies,
             plant=self._plant,
+            full=full,
             log=str(self._directory / f"stage-{place}"),
         )
         ours, theirs = context.Pipe()
@@ -171,15 +172,15 @@ class Round:
         if place in self._proxies:
             self._proxies[place].target = 0
 
-    def _replace(self, place: int) -> None:
+    def _replace(self, place: int, full: stage.Full | None = None) -> None:
         """Start a stage in the place of one that was killed."""
         plan = self._plan
         if place == plan.stages - 1:
-            self._start(place, dict(self._ledgers[place].next))
+            self._start(place, dict(self._ledgers[place].next), full)
             return
         # What the stage behind it does not have. It may have said so only after this, and then it is told.
         first = dict(self._ledgers[place + 1].next)
-        self._start(place, first)
+        self._start(place, first, full)
         if place:
             self._ledgers[place].rewind(first)
             self._processes[place - 1].say("rewind", first)
@@ -203,12 +204,20 @@ class Round:
     def _on_full(self, process: Process) -> None:
         self.counts["puts into a full pool"] += 1
 
+    def _on_refused(self, process: Process, message: str) -> None:
+        if "shm: memory ran out" not in message or "lower memory_pool_size" not in message:
+            raise Violation(f"stage {process.place} has no shared memory, and is told: {message or 'nothing'}")
+        self._progress_at = time.monotonic()
+        self.counts["opened without shared memory: refused"] += 1
+
     def _on_took(self, process: Process, stream: int, number: int, read: Any) -> None:
         self._progress_at = time.monotonic()
         self._ledgers[process.place].took(stream, number, read, self._incarnations)
         if read.end and process.place < self._plan.stages - 1:
             self._ends[process.place, stream] = number
+            self._end_again(process.place, stream)
         self._spare(process.place - 1, stream, number)
+        self._end_again(process.place - 1, stream)
 
     def _on_lost(self, process: Process, stream: int, number: int, reason: str) -> None:
         self._progress_at = time.monotonic()
@@ -219,7 +228,7 @@ class Round:
         self._end_again(process.place - 1, stream)
 
     def _end_again(self, place: int, stream: int) -> None:
-        """What ends a stream may be lost, too."""
+        """What ends a stream may be lost, too, or have the number of a payload that had arrived already."""
         after = self._ledgers[place + 1].next[stream]
         if after > self._ends.get((place, stream), after):
             self._ends[place, stream] = after
@@ -296,6 +305,11 @@ class Round:
             self._later(seconds, process.go_on)
         elif fault.kind is Kind.STARVE:
             process.say("starve", fault.amount, seconds)
+        elif fault.kind is Kind.FULL:
+            process.say("fill", stage.Full(fault.amount, seconds))
+        elif fault.kind is Kind.RETURN:
+            self._kill(place)
+            self._replace(place, stage.Full(fault.amount, seconds))
         elif fault.kind is Kind.STEP:
             process.say("step", fault.amount)
         elif fault.kind is Kind.CUT:

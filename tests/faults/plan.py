@@ -7,6 +7,7 @@ from enum import Enum
 
 import attrs
 
+from .full import SEAMS
 from .proxy import QUIET, Noise
 
 # Seconds that the takers of a stream need, without faults, for what its source may be ahead of them: they take and are
@@ -25,6 +26,8 @@ class Kind(Enum):
     REPLACE = "is killed, and one with other data takes its address"
     STOP = "is stopped for a while"
     STARVE = "has no descriptors left for a while"
+    FULL = "has no shared memory left for a while"
+    RETURN = "is killed, and started again while no shared memory is left"
     STEP = "has its clock stepped"
     CUT = "its connections are cut"
     HOLD = "nothing passes for a while"
@@ -39,7 +42,7 @@ class Fault:
         at: Seconds after the beginning of the round.
         place: Of the stage; for what happens between two, of the one that sends.
         seconds: How long it lasts.
-        amount: Descriptors that are left, or seconds that the clock is stepped.
+        amount: Descriptors that are left, seconds that the clock is stepped, or which call is refused memory.
     """
 
     at: float
@@ -85,7 +88,7 @@ class Plan:
     @property
     def kills(self) -> bool:
         """Whether a process ends: what it had is lost with it, and has to be put again."""
-        return any(fault.kind in (Kind.KILL, Kind.REPLACE) for fault in self.faults)
+        return any(fault.kind in (Kind.KILL, Kind.REPLACE, Kind.RETURN) for fault in self.faults)
 
     @property
     def taking(self) -> float:
@@ -114,7 +117,7 @@ class Plan:
         )
 
 
-_PASSING = (Kind.STOP, Kind.STARVE, Kind.STEP, Kind.CUT, Kind.HOLD)
+_PASSING = (Kind.STOP, Kind.STARVE, Kind.FULL, Kind.STEP, Kind.CUT, Kind.HOLD)
 
 
 def make_plan(seed: str, seconds: float) -> Plan:
@@ -129,7 +132,7 @@ def make_plan(seed: str, seconds: float) -> Plan:
         kinds += [Kind.DROP] * 6
         ttl = chance.choice((None, 1.0))
     else:
-        kinds += [Kind.KILL] * 5 + [Kind.REPLACE]
+        kinds += [Kind.KILL] * 5 + [Kind.RETURN] * 2 + [Kind.REPLACE]
     pool = chance.choice((1 << 20, 4 << 20, 16 << 20))
     noisy = chance.random() < 0.6
     return Plan(
@@ -166,7 +169,9 @@ def _make_faults(chance: random.Random, kinds: list[Kind], stages: int, seconds:
         place = 0 if kind in (Kind.REPLACE, Kind.DROP) else chance.randrange(stages - 1 if between else stages)
         # Shorter and longer than peer_timeout and acknowledge_timeout.
         lasts = 0.0 if kind in (Kind.CUT, Kind.STEP, Kind.DROP) else chance.choice((0.05, 0.5, 3.0))
-        amount = {Kind.STARVE: chance.choice((0, 1, 3, 6)), Kind.STEP: chance.choice((-86400, 3600))}.get(kind, 0)
+        seam = chance.randrange(len(SEAMS))
+        amounts = {Kind.STARVE: chance.choice((0, 1, 3, 6)), Kind.STEP: chance.choice((-86400, 3600))}
+        amount = {**amounts, Kind.FULL: seam, Kind.RETURN: seam}.get(kind, 0)
         faults.append(Fault(at, kind, place, lasts, amount))
         at += lasts + chance.uniform(0.05, 1.5)
     return tuple(faults)

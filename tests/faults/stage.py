@@ -38,9 +38,22 @@ from trio_mori._engines import _copies, _shm
 from trio_mori._reception import NativePeer
 
 from . import payloads, plants
+from .full import no_shared_memory, try_to_open
 
 # What a get may be told although the payload is not lost: it is asked for again.
 _PASSING = (PeerLost, TransferFailed, NoRoom, RemoteProtocolError)
+
+
+@attrs.frozen
+class Full:
+    """No shared memory is left.
+
+    Attributes:
+        seam: Which call is refused it, see `full.SEAMS`.
+    """
+
+    seam: int
+    seconds: float
 
 
 @attrs.frozen(kw_only=True)
@@ -60,6 +73,7 @@ class Spec:
         again: A payload that is told to be gone is asked for again; otherwise it is passed over.
         slow_copies: Copies above 16 KiB take milliseconds, in a thread.
         plant: A fault in the code itself.
+        full: It is started in the middle of that, and has to wait.
         log: A file for what it has to say.
     """
 
@@ -77,6 +91,7 @@ class Spec:
     again: bool
     slow_copies: bool
     plant: str
+    full: Full | None
     log: str
 
 
@@ -236,6 +251,11 @@ class _Stage:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
+    async def _do_fill(self, full: Full) -> None:
+        """Have no shared memory left for a while: what is open goes on, and what is opened is told."""
+        config = {"role": "sender", "host": "127.0.0.1", "zmq_port": 0, "memory_pool_size": 1 << 20}
+        await _outlast(self._pipe, full, config)
+
     async def _do_step(self, seconds: float) -> None:
         """Step the clock of the host, as this process sees it."""
         time.time = partial(_stepped, time.time, seconds)  # type: ignore[assignment]
@@ -248,6 +268,19 @@ class _Stage:
         if connector._sender is not None:
             kept = [entry.key for entry in connector._sender.book.shelf.everything()]
         self._pipe.send(("looked", attrs.asdict(now), kept, list(_open_matters(connector))[:40]))
+
+
+async def _outlast(pipe: Connection, full: Full, config: Mapping[str, object]) -> None:
+    """Try to open a connector while no shared memory is left, and after that."""
+    until = trio.current_time() + full.seconds
+    with no_shared_memory(full.seam):
+        while True:
+            pipe.send(("refused", await try_to_open(config)))
+            if trio.current_time() >= until:
+                break
+            await trio.sleep(0.1)
+    if message := await try_to_open(config):
+        raise RuntimeError(f"there is shared memory again, and yet: {message}")
 
 
 def _open_matters(connector: Connector) -> Iterator[str]:
@@ -327,6 +360,8 @@ async def _live(pipe: Connection, spec: Spec) -> None:
         pass  # what libzmq opens once, and keeps
     before, files = await _settled_residue(), _open_files()
     tasks = trio.lowlevel.current_statistics().tasks_living
+    if spec.full is not None:
+        await _outlast(pipe, spec.full, spec.config)
     await _work(pipe, spec)
     with trio.move_on_after(5):  # libzmq closes in a thread of its own, and a little later
         while any(count > before[name] for name, count in _residue().items()):  # noqa: ASYNC110 - no event tells

@@ -11,6 +11,7 @@ import pytest
 
 from . import soak
 from .__main__ import describe, run_lane
+from .full import SEAMS
 from .lane import run_round
 from .ledger import Violation
 from .plan import Fault, Kind, Plan
@@ -81,6 +82,15 @@ def test_a_planted_fault_is_found_within_a_minute(plant: str, tmp_path: Path) ->
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize("plant", ["freed-while-pinned", "freed-destination", "ack-ignored"])
+def test_random_rounds_find_a_planted_fault_within_a_minute(plant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    with capsys.disabled():
+        print(f"\nfault lane: seed {seed}, {plant}", flush=True)
+    with pytest.raises(Violation):
+        run_lane(seed=seed, seconds=60.0, plant=plant, settle=15)
+
+
 @pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name.lower())
 def test_a_fault_of_each_kind_hurts_nobody(kind: Kind, tmp_path: Path) -> None:
     lasts = 0.0 if kind in (Kind.CUT, Kind.STEP, Kind.DROP) else 0.5
@@ -90,6 +100,16 @@ def test_a_fault_of_each_kind_hurts_nobody(kind: Kind, tmp_path: Path) -> None:
     counts = run_round(plan, tmp_path)
     assert counts["payloads"]
     assert counts[f"{kind.name.lower()}, {plan.role_of(place)}"] == 1
+
+
+@pytest.mark.parametrize(("place", "seam"), enumerate(range(len(SEAMS))), ids=[name for _, name in SEAMS])
+def test_a_stage_without_shared_memory_goes_on_and_one_that_starts_says_so_and_waits(
+    place: int, seam: int, tmp_path: Path
+) -> None:
+    faults = (Fault(0.3, Kind.FULL, place, 0.5, seam), Fault(1.0, Kind.RETURN, place, 0.5, seam))
+    counts = run_round(plain(stages=3, seconds=1.5, faults=faults, paces=(0.0, 0.0, 0.005)), tmp_path)
+    assert counts["payloads"]
+    assert counts["opened without shared memory: refused"] >= 2
 
 
 def test_sixteen_streams_of_mixed_sizes_leave_memory_and_descriptors_as_they_were(

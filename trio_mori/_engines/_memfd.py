@@ -26,6 +26,9 @@ from . import _syscalls
 
 _SEALS = _syscalls.F_SEAL_SHRINK | _syscalls.F_SEAL_GROW | _syscalls.F_SEAL_SEAL
 
+# How the kernel says that there is no shared memory left, whichever of the calls asks for it.
+_FULL = (errno.ENOSPC, errno.ENOMEM)
+
 # One step of touching a new pool, between two checkpoints: 0.2 to 0.8 s where every page is new to the machine.
 _SLICE = 256 << 20
 
@@ -46,12 +49,16 @@ def create(size: int) -> int:
     try:
         fd = _syscalls.memfd_create("trio-mori-pool")
     except OSError as error:
+        if error.errno in _FULL:
+            raise _no_memory(error, 0, size) from error
         raise EngineUnavailable(f"shm: this system refuses memfd_create: {error}") from error
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, _label_offset(size) + mmap.PAGESIZE)
-    except BaseException:
+    except BaseException as error:
         os.close(fd)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise _no_memory(error, 0, size) from error
         raise
     return fd
 
@@ -62,11 +69,18 @@ async def allocate(fd: int, pool: memoryview) -> None:
     Cancellable between slices of 256 MiB. Pages are touched with a plain memset because ``MAP_POPULATE`` keeps the
     GIL: 256 MiB stopped every other thread for 796 ms, against 4 ms this way.
 
+    If it fails or is cancelled, `pool` is released: the error leads to it by its frames, and would keep what memory
+    there was until the garbage collector comes.
+
     Raises:
         EngineUnavailable: there is not enough memory.
     """
-    for start in range(0, len(pool), _SLICE):
-        await trio.to_thread.run_sync(_touch, fd, pool, start, min(_SLICE, len(pool) - start))
+    try:
+        for start in range(0, len(pool), _SLICE):
+            await trio.to_thread.run_sync(_touch, fd, pool, start, min(_SLICE, len(pool) - start))
+    except BaseException:
+        pool.release()
+        raise
 
 
 def _touch(fd: int, pool: memoryview, start: int, size: int) -> None:
@@ -74,12 +88,17 @@ def _touch(fd: int, pool: memoryview, start: int, size: int) -> None:
         # Fails where the memset would be killed.
         os.posix_fallocate(fd, start, size)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+        if error.errno not in _FULL:
             raise
-        raise EngineUnavailable(
-            f"shm: memory ran out at {start} of the pool's {len(pool)} bytes ({error.strerror}); lower memory_pool_size"
-        ) from error
+        raise _no_memory(error, start, len(pool)) from error
     ctypes.memset(address(pool[start : start + size]), 0, size)
+
+
+def _no_memory(error: OSError, start: int, size: int) -> EngineUnavailable:
+    return EngineUnavailable(
+        f"shm: memory ran out at {start} of the pool's {size} bytes ({error.strerror}); lower memory_pool_size, "
+        "end what holds the machine's memory, or raise the memory limit of the container"
+    )
 
 
 def publish(fd: int, descriptor: Descriptor, size: int) -> None:
