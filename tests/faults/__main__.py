@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from .lane import SETTLE, run_round
 from .ledger import Violation
-from .plan import make_plan
+from .plan import Plan, make_plan
 from .plants import PLANTS
 
 
@@ -32,11 +32,16 @@ def run_lane(
     number = first
     with tempfile.TemporaryDirectory(prefix="faults-") as directory:
         while time.monotonic() < until and (rounds is None or number < first + rounds):
-            plan = make_plan(f"{seed}.{number}", random.Random(f"{seed}.{number}.time").choice((3.0, 6.0)))
+            plan = plan_of(seed, number)
             counts["rounds"] += 1
             counts += run_round(plan, Path(directory), plant=plant, settle=settle)
             number += 1
     return counts
+
+
+def plan_of(seed: int, number: int) -> Plan:
+    """A round of a seed."""
+    return make_plan(f"{seed}.{number}", random.Random(f"{seed}.{number}.time").choice((3.0, 6.0)))
 
 
 def describe(counts: Counter[str]) -> str:

@@ -32,6 +32,10 @@ TIMES = {"heartbeat_interval": 0.2, "peer_timeout": 1.5, "acknowledge_timeout": 
 # `peer_timeout`, for a machine that has other things to do, too.
 SETTLE = 40.0
 
+# Seconds in which a payload is waited for after the faults, before the sources are stopped: a stage that was killed
+# last has not begun. Where all expires, none may come.
+RESUME = 10.0
+
 # Forked from one that has imported what takes seconds.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["torch", "trio", "msgspec", "zmq", "numpy", "trio_mori", "trio_mori._opening"])
@@ -345,6 +349,9 @@ class Round:
             self._later(fault.at, lambda fault=fault: self._inflict(fault))  # type: ignore[misc]
         self._wait(plan.seconds)
         self._settles(lambda: not self._due)
+        last = self._ledgers[plan.stages - 1].counts
+        before = last["payloads"]
+        self._wait(RESUME, lambda: last["payloads"] > before)
         for proxy in self._proxies.values():
             proxy.noise = QUIET
         self._finish()
