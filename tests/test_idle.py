@@ -1,7 +1,7 @@
 """What two connectors cost while nothing happens: processor time, counted by the system for a process of each.
 
-As a program (``python test_idle.py ROLE HEARTBEAT SECONDS [PORT]``) this is one of them: it says when it is ready,
-measures when told to, and says what it has used.
+As a program (``python test_idle.py ROLE HEARTBEAT SECONDS WINDOWS [PORT]``) this is one of them: it says when it is
+ready, measures when told to, and says what it has used in each window.
 """
 
 from __future__ import annotations
@@ -23,55 +23,65 @@ from trio_mori import Connector, open_connector
 
 GETS = 1000
 
-# Seconds of processor time that each may use in ten seconds, which are two heartbeats. It is 5 ms.
+# Seconds of processor time that each may use in ten seconds, which are two heartbeats. It is 2 to 4 ms.
 LIMIT = 0.020
 
-# Times that a process may be woken for one heartbeat, to say or hear it and its answer. It is 3 or 4.
-WAKE_UPS = 10
+# Times that a process may be woken in ten seconds: twice for each of two heartbeats, once or twice for a deadline, and
+# once as the window ends. It is 5 to 7; a poll of once a second would be ten more.
+WAKE_UPS = 9
+
+# Of so many windows the best one counts: whatever else the machine does only adds to what is used.
+WINDOWS = 3
+
+# How many times as much work costs after a sleep where memory is taken from who sleeps. A busy machine has 2 to 4.
+COLD = 6
 
 POOL = {"memory_pool_size": 1 << 24}
 
 
 @pytest.mark.slow
 async def test_two_connectors_with_a_thousand_gets_parked_are_woken_for_heartbeats_only() -> None:
-    sender, receiver, coldness = await measure_both(heartbeat=5.0, seconds=10.0)
-    assert max(sender.wake_ups, receiver.wake_ups) <= 2 * WAKE_UPS
-    # A machine that takes the memory of processes that sleep (a virtual one, whose host does) charges them many times
-    # as much for whatever they do next. What is used there says nothing; for a warm process the next test does.
-    assert max(sender.seconds, receiver.seconds) < LIMIT or coldness > 2, (sender, receiver, coldness)
+    sender, receiver, coldness = await measure_both(heartbeat=5.0, seconds=10.0, windows=WINDOWS)
+    assert max(sender.wake_ups, receiver.wake_ups) <= WAKE_UPS
+    used = max(sender.seconds, receiver.seconds)
+    if used >= LIMIT and coldness > COLD:
+        # A virtual machine whose host takes the memory of processes that sleep charges them for whatever they do next.
+        pytest.skip(f"missed: {1000 * used:.0f} ms; but all work after a sleep costs {coldness:.0f} times as much here")
+    assert used < LIMIT, (sender, receiver, coldness)
 
 
 @pytest.mark.slow
 async def test_two_heartbeats_of_a_thousand_gets_take_hardly_any_processor_time() -> None:
-    sender, receiver, _ = await measure_both(heartbeat=0.02, seconds=2.0)
+    sender, receiver, _ = await measure_both(heartbeat=0.02, seconds=2.0, windows=1)
     assert max(sender.seconds, receiver.seconds) / 100 * 2 < LIMIT, (sender, receiver)
 
 
 @attrs.frozen
 class Used:
-    """What a process has used."""
+    """What a process has used in a window; of several, the least."""
 
     seconds: float
     wake_ups: int
 
 
-async def measure_both(*, heartbeat: float, seconds: float) -> tuple[Used, Used, float]:
-    """What sender and receiver use in a time in which nothing happens; and how many times as much something else costs
-    between two long sleeps.
+async def measure_both(*, heartbeat: float, seconds: float, windows: int) -> tuple[Used, Used, float]:
+    """What sender and receiver use in a time in which nothing happens, at least; and how many times as much something
+    else costs between two long sleeps.
     """
-    with trio.fail_after(120):
+    span = (heartbeat, seconds, windows)
+    with trio.fail_after(240):
         async with trio.open_nursery() as nursery:
-            sender = await start(nursery, "sender", heartbeat, seconds)
+            sender = await start(nursery, "sender", *span)
             port = await say(sender)
-            receiver = await start(nursery, "receiver", heartbeat, seconds, port)
-            other = await start(nursery, "other", heartbeat, seconds)
+            receiver = await start(nursery, "receiver", *span, port)
+            other = await start(nursery, "other", *span)
             assert [await say(each) for each in (receiver, sender, other)] == ["parked", "parked", "ready"]
             for each in (sender, receiver, other):
                 await tell(each)
             used = []
             for each in (sender, receiver):
-                processor, wake_ups = (await say(each)).split()
-                used.append(Used(float(processor), int(wake_ups)))
+                found = [(await say(each)).split() for _ in range(windows)]
+                used.append(Used(min(float(each) for each, _ in found), min(int(each) for _, each in found)))
             coldness = float(await say(other))
             for each in (receiver, sender):
                 await tell(each)
@@ -114,9 +124,16 @@ async def be_told() -> None:
     os.read(sys.stdin.fileno(), 1)
 
 
-async def measure(seconds: float) -> None:
+async def measure(seconds: float, windows: int) -> None:
     """Say what this process uses while it is idle, then stay until told."""
     await be_told()
+    for _ in range(windows):
+        await measure_once(seconds)
+    await be_told()
+
+
+async def measure_once(seconds: float) -> None:
+    """Say what it uses in one window."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     await trio.sleep(seconds)
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -124,10 +141,9 @@ async def measure(seconds: float) -> None:
     # Who waits for a page that the kernel has taken sleeps, too, and has not been woken for anything before.
     faults = after.ru_majflt - before.ru_majflt
     print(processor, after.ru_nvcsw - before.ru_nvcsw - faults, flush=True)
-    await be_told()
 
 
-async def send(heartbeat: float, seconds: float) -> None:
+async def send(heartbeat: float, seconds: float, windows: int) -> None:
     """Know of a thousand fetches, and have nothing for them."""
     config = {"role": "sender", "host": "127.0.0.1", "zmq_port": 0, "heartbeat_interval": heartbeat, **POOL}
     async with open_connector(config) as conn:
@@ -135,7 +151,7 @@ async def send(heartbeat: float, seconds: float) -> None:
         while fetches_of(conn) < GETS:  # noqa: ASYNC110 - no event tells, and it is before the measurement
             await trio.sleep(0.01)
         print("parked", flush=True)
-        await measure(seconds)
+        await measure(seconds, windows)
 
 
 def fetches_of(conn: Connector) -> int:
@@ -150,7 +166,7 @@ def is_settled(conn: Connector) -> bool:
     return conn.statistics().parked == GETS and upstream._links.local is not None and upstream.has_heard
 
 
-async def receive(heartbeat: float, seconds: float, port: int) -> None:
+async def receive(heartbeat: float, seconds: float, windows: int, port: int) -> None:
     """Wait in a thousand gets."""
     config = {"role": "receiver", "sender_host": "127.0.0.1", "sender_zmq_port": port, **POOL}
     async with (
@@ -163,7 +179,7 @@ async def receive(heartbeat: float, seconds: float, port: int) -> None:
         while not is_settled(conn):  # noqa: ASYNC110 - as above
             await trio.sleep(0.01)
         print("parked", flush=True)
-        await measure(seconds)
+        await measure(seconds, windows)
         nursery.cancel_scope.cancel()
 
 
@@ -174,23 +190,23 @@ def work() -> float:
     return time.process_time() - before
 
 
-async def do_something_else(seconds: float) -> None:
-    """Do some work in the middle and at the end of the time, and say how many times as much it cost as when warm."""
+async def do_something_else(seconds: float, windows: int) -> None:
+    """Do some work twice in each window, and say how many times as much it cost as when warm."""
     warm = min(work() for _ in range(20))
     print("ready", flush=True)
     await be_told()
     cold = 0.0
-    for _ in range(2):
+    for _ in range(2 * windows):
         await trio.sleep(seconds / 2)
         cold += work()
-    print(cold / 2 / warm, flush=True)
+    print(cold / (2 * windows) / warm, flush=True)
 
 
 if __name__ == "__main__":
     role, *rest = sys.argv[1:]
     if role == "sender":
-        trio.run(send, float(rest[0]), float(rest[1]))
+        trio.run(send, float(rest[0]), float(rest[1]), int(rest[2]))
     elif role == "receiver":
-        trio.run(receive, float(rest[0]), float(rest[1]), int(rest[2]))
+        trio.run(receive, float(rest[0]), float(rest[1]), int(rest[2]), int(rest[3]))
     else:
-        trio.run(do_something_else, float(rest[1]))
+        trio.run(do_something_else, float(rest[1]), int(rest[2]))
