@@ -146,18 +146,19 @@ async def open_crowd(port: int, engine: MemoryEngine) -> AsyncIterator[None]:
     """Peers with names and sessions of their own, and one pool."""
     async with AsyncExitStack() as stack:
 
-        async def come(number: int) -> None:
+        async def come() -> None:
             stream = await trio.open_tcp_stream("127.0.0.1", port)
             await stack.enter_async_context(stream)
-            name = b"peer%d" % number
+            # Who comes under the name of one that has just gone may be taken for a second one of that name.
+            name = os.urandom(8).hex().encode()
             await shake_hands(stream, READY[:-4] + len(name).to_bytes(4, "big") + name)
             hello = wire.Hello(1, 1, os.urandom(16), 1, 5.0, offers_of(engine), DEPLOYMENT)
             await stream.send_all(framed(wire.encode(hello)))
 
-        for first in range(0, CROWD, 50):
+        for _ in range(CROWD // 50):
             async with trio.open_nursery() as nursery:
-                for number in range(first, first + 50):
-                    nursery.start_soon(come, number)
+                for _ in range(50):
+                    nursery.start_soon(come)
         yield
 
 
