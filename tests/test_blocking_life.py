@@ -272,10 +272,13 @@ threading.Thread(target=receiver.get, args=("0", "1", "never"), daemon=True).sta
     ("end", "status"), [("del conn; raise SystemExit(3)", 3), ("del conn, receiver", 0), ("pass", 0)]
 )
 def test_a_program_that_ends_with_open_connectors_ends_quietly_and_soon(end: str, status: int) -> None:
-    """Within five seconds, in the best of three runs."""
+    """Within five seconds, in the best of five runs; or, as an interpreter with torch takes 1 s of a processor to end
+    and a busy machine may give it a tenth of one, no more than five seconds after one that has opened nothing."""
     took = []
-    while not took or (min(took) >= 5 and len(took) < 3):
+    while not took or (min(took) >= 5 and len(took) < 5):
         took.append(run_to_its_end(f"{PROGRAM}\nprint('ends', flush=True)\n{end}", status))
+        if took[-1] >= 5:
+            took[-1] -= run_to_its_end("import trio_mori.blocking, torch\nprint(b'x')\nprint('ends', flush=True)", 0)
     assert min(took) < 5
 
 
