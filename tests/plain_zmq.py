@@ -19,6 +19,24 @@ def memory() -> int:
         return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
 
 
+class Lateness:
+    """How late a run comes back to a task that has slept: it, or the whole process, was kept from going on.
+
+    Attributes:
+        most: Seconds.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0.0
+
+    async def watch(self) -> None:
+        """See, until cancelled."""
+        while True:
+            due = trio.current_time() + 0.005
+            await trio.sleep_until(due)
+            self.most = max(self.most, trio.current_time() - due)
+
+
 @asynccontextmanager
 async def open_plain(port: int) -> AsyncIterator[trio.SocketStream]:
     """A connection whose handshake is over."""
