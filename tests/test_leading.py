@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from math import inf
 
 import pytest
@@ -176,3 +176,57 @@ async def test_a_task_that_leads_is_roused_and_loses_nothing() -> None:
         peer.send([b"one"], route)
         link.hand_over()
         await wait_until(lambda: events == [Connected(), Arrived([b"one"], b"")])
+
+
+async def test_what_arrives_while_another_task_begins_to_lead_stays_in_order() -> None:
+    async with trio.open_nursery() as nursery:
+        for number in range(30):  # whether the one or the other goes first in a tick is drawn by lot
+            events: list[LinkEvent] = []
+            name = f"trio-mori-test-order-{number}"
+            async with open_unix_listener(name) as peer, open_unix_dialler(name) as link:
+                link.send([b"here"])
+                (hello,) = await peer.receive()
+                assert isinstance(hello, Arrived)
+
+                def send(text: bytes, peer: UnixListener = peer, route: bytes = hello.route) -> None:
+                    peer.send([text], route)
+                    peer._flush(trio.current_time())
+
+                async def listen(link: QueuedLink = link, events: list[LinkEvent] = events) -> None:
+                    with suppress(ConnectorClosed):
+                        while True:
+                            events.extend(await link.receive())
+
+                async def lead(
+                    link: QueuedLink = link, events: list[LinkEvent] = events, send: Callable[[bytes], None] = send
+                ) -> None:
+                    send(b"2")
+                    if link.may_lead:
+                        await link.wait_input()
+                        events.extend(link.take_nowait())
+                        link.hand_over()
+
+                send(b"1")
+                nursery.start_soon(listen)
+                nursery.start_soon(lead)
+                await wait_until(lambda events=events: len(events) == 3)
+            assert events == [Connected(), Arrived([b"1"], b""), Arrived([b"2"], b"")]
+
+
+async def test_a_key_interrupt_does_not_come_before_the_link_is_to_be_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    protected: list[bool] = []
+    async with open_met("auto") as pair, trio.open_nursery() as nursery:
+        receiver = pair.receiver._receiver
+        hand_over_soon = receiver.hand_over_soon
+
+        def note(link: QueuedLink) -> None:
+            protected.append(trio.lowlevel.currently_ki_protected())
+            hand_over_soon(link)
+
+        monkeypatch.setattr(receiver, "hand_over_soon", note)
+        outcome = await lead(pair, nursery, "a")
+        await pair.put("a", filled(9))
+        await outcome.wait()
+    assert protected == [True]

@@ -129,12 +129,14 @@ class QueuedLink(Link):
         while True:
             if self._closed:
                 raise self._closed_error()
-            batch = self._take()
-            if batch:
-                if not waited:
-                    await trio.lowlevel.cancel_shielded_checkpoint()
-                return batch
-            await self._wait()
+            if waited or not self._has_input():
+                batch = self._take()
+                if batch:
+                    return batch
+                await self._wait()
+            else:
+                # Before the batch is taken: by whoever leads meanwhile, later messages would go ahead of it.
+                await trio.lowlevel.checkpoint()
             waited = True
 
     @property
@@ -239,6 +241,10 @@ class QueuedLink(Link):
         gone = Disconnected(route)
         if gone not in self._events:
             self._events.append(gone)
+
+    def _has_input(self) -> bool:
+        transport = self._transport
+        return bool(self._events) or (transport is not None and transport.readable and transport.settle())
 
     def _take(self) -> list[LinkEvent]:
         batch: list[LinkEvent] = []

@@ -168,7 +168,6 @@ class SenderLinks:
             if arrived:
                 self._flush()
 
-    @trio.lowlevel.enable_ki_protection  # a Ctrl-C does not get between a message and what comes of it
     async def lead(self, awaited: Awaited) -> QueuedLink | None:
         """Read the link in the place of the task that listens, until something is settled or as long as that may be.
 

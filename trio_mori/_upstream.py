@@ -148,6 +148,7 @@ class Upstream:
         """Take what has arrived here and now, if this side can, for a task that waits for it awake."""
         self._links.look()
 
+    @trio.lowlevel.enable_ki_protection  # a Ctrl-C comes before a message or when the link is handed over
     async def lead(self, interest: Interest) -> None:
         """See `SenderLinks.lead`; if it is the only one, and follows upon another: then there is time to change places.
 
