@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import trio
 from mori_lane import open_xgmi
 
+from trio_mori._engines._cuda_ipc import CudaIpcEngine
 from trio_mori._engines._mori import MoriEngine
 from trio_mori.abc import Descriptor, Engine, EnginePeer, Write
 from trio_mori.testing import MemoryEngine, MemoryFabric
@@ -62,8 +63,8 @@ class CommandedEngine(MemoryEngine):
         if isinstance(peer, MemoryPeer) and self._knows(peer):
             self.real.drop_peer(self.real.add_peer(peer.target.descriptor))
         super().drop_peer(peer)
-        assert isinstance(self.real, MoriEngine)
-        assert len(self.real._peers) == len(self._peers), "Mori's has others than a memory engine would"
+        assert isinstance(self.real, CudaIpcEngine | MoriEngine)
+        assert len(self.real._peers) == len(self._peers), "the real one has others than a memory engine would"
 
     def write_nowait(self, peer: EnginePeer, write: Write) -> bool:
         self._record("write_nowait", peer, write)
