@@ -8,6 +8,8 @@ import trio.testing
 from rig import POOL, assert_free, filled, open_pair
 
 from trio_mori._afterwork import Afterwork
+from trio_mori._pool import INLINE_COPY
+from trio_mori._receiver import Receiver
 
 pytestmark = pytest.mark.deterministic
 
@@ -36,6 +38,15 @@ async def test_the_sender_forgets_what_a_get_has_returned_though_nothing_else_ha
         await pair.get("a")
         await pair.sender.drain()
         await assert_free(pair.sender)
+
+
+async def test_the_sender_of_a_large_payload_is_told_before_the_get_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = filled(INLINE_COPY + 1)
+    async with open_pair(sender_pool=2 * len(large), receiver_pool=2 * len(large)) as pair:
+        monkeypatch.setattr(Receiver, "tidy", lambda self: None)  # as if the loop did not go on after it
+        await pair.put("large", large)
+        await pair.get("large")
+        await pair.sender.drain()
 
 
 async def test_what_is_left_in_one_tick_is_done_once_in_the_next() -> None:
