@@ -44,7 +44,9 @@ def test_full_pools_and_slow_readers_are_among_the_faults(tmp_path: Path) -> Non
 def test_a_source_is_not_minutes_ahead_of_a_slow_reader(tmp_path: Path) -> None:
     plan = plain(streams=1, seconds=1.5, pool=16 << 20, largest=4 << 10, ttl=1.0, paces=(0.0, 0.1))
     counts = run_round(plan, tmp_path)  # all of what was put, and has expired, is told one by one
-    assert counts["puts"] < 2 * plan.ahead
+    # So much at once, and then as fast as it is taken, which is as much again in the ten seconds that a round in which
+    # everything expires goes on for a payload, and more while the machine is busy. Without a bound it is 5,000.
+    assert counts["puts"] < 4 * plan.ahead
     assert counts["lost: Expired"]
 
 
