@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import pytest
 import trio
@@ -31,13 +32,14 @@ LAST_PART = b"\x00\x00"
 
 # Parts of a message without an end, or messages of as many as one may have, and the memory that they may have taken
 # until their connection is cut off: those of two bytes take 64 each. That is of looks that come in time: libzmq reads
-# on while a machine keeps us from looking.
+# on while a machine keeps us from looking, and then it is tried again.
 CROWDED = EMPTY_PART * 2_000_000 + LAST_PART
 ENDLESS = [
     (EMPTY_PART, 1024 * MIB),
     (b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB), 128 * MIB),
     (CROWDED, 1024 * MIB),
 ]
+TRIES = 4
 ENDLESS_NAMES = ["empty", "1 MiB", "whole messages of empty ones"]
 
 
@@ -69,7 +71,23 @@ async def send_without_end(stream: trio.SocketStream, parts: bytes, cut_off: tri
 async def test_a_message_without_an_end_is_cut_off_and_nobody_else_is_disturbed(
     part: bytes, most: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, lateness = memory(), Lateness()
+    await check_memory(partial(flood_a_listener, part, caplog), most)
+
+
+async def check_memory(attempt: Callable[[Lateness], Awaitable[int]], most: int) -> None:
+    """See that a flood takes less than that. One during which a look came too late to be one says nothing."""
+    before = memory()
+    for _ in range(TRIES):
+        lateness = Lateness()
+        taken = await attempt(lateness) - before
+        if taken < most or lateness.most < flood.PAUSE:
+            break
+    assert taken < most
+
+
+async def flood_a_listener(part: bytes, caplog: pytest.LogCaptureFixture, lateness: Lateness) -> int:
+    """Have a message without an end cut off; returns the memory that this process then has."""
+    caplog.clear()
     with trio.fail_after(LIMIT):
         async with open_listener(["127.0.0.1"], 0) as listener, trio.open_nursery() as nursery:
             nursery.start_soon(lateness.watch)
@@ -83,12 +101,13 @@ async def test_a_message_without_an_end_is_cut_off_and_nobody_else_is_disturbed(
                 while not cut_off.is_set():
                     number += 1
                     await ask(link, b"%d" % number)
-                assert memory() - before < most * (1 + lateness.most / flood.PAUSE)
+                taken = memory()
                 await ask(link, b"after")
                 assert listener.cut_off == 1
             nursery.cancel_scope.cancel()
     [record] = [each for each in caplog.records if getattr(each, "event", "") == "peer_cut_off"]
     assert "127.0.0.1" in record.getMessage()
+    return taken
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "secured"])
@@ -173,7 +192,12 @@ async def flood_once(part: bytes, *, task_status: trio.TaskStatus[int]) -> None:
 async def test_a_sender_whose_message_has_no_end_is_cut_off_and_dialled_again(
     part: bytes, most: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, lateness = memory(), Lateness()
+    await check_memory(partial(flood_a_dialler, part, caplog), most)
+
+
+async def flood_a_dialler(part: bytes, caplog: pytest.LogCaptureFixture, lateness: Lateness) -> int:
+    """The same of a sender that is dialled."""
+    caplog.clear()
     cut_off: list[int] = []
     with trio.fail_after(LIMIT):
         async with open_listener(["127.0.0.1"], 0) as listener, trio.open_nursery() as nursery:
@@ -194,12 +218,13 @@ async def test_a_sender_whose_message_has_no_end_is_cut_off_and_dialled_again(
                 nursery.start_soon(listen)
                 while len(events) < 4:
                     await ask(link, b"meanwhile")
-                assert memory() - before < most * (1 + lateness.most / flood.PAUSE)
+                taken = memory()
                 assert events == [Connected(), Disconnected(), Connected(), Arrived([b""])]
                 assert cut_off == [port]
             nursery.cancel_scope.cancel()
     [record] = [each for each in caplog.records if getattr(each, "event", "") == "peer_cut_off"]
     assert f"127.0.0.1:{port}" in record.getMessage()
+    return taken
 
 
 async def test_a_sender_that_is_cut_off_each_time_fills_no_log(
