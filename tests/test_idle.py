@@ -23,12 +23,13 @@ from trio_mori import Connector, open_connector
 
 GETS = 1000
 
-# Seconds of processor time that each may use in ten seconds, which are two heartbeats. It is 2 to 4 ms.
+# Seconds of processor time that each may use in ten seconds, in which one heartbeat comes and one is left out. It is 1
+# to 3 ms on a machine that leaves the memory of who sleeps alone.
 LIMIT = 0.020
 
-# Times that a process may be woken in ten seconds: twice for each of two heartbeats, once or twice for a deadline, and
-# once as the window ends. It is 5 to 7; a poll of once a second would be ten more.
-WAKE_UPS = 9
+# Times that a process may be woken in ten seconds: twice for a heartbeat, once or twice for a deadline, and once as the
+# window ends. It is 2 to 4; the heartbeat that is left out would be two more, and a poll of once a second ten.
+WAKE_UPS = 5
 
 # Of so many windows the best one counts: whatever else the machine does only adds to what is used.
 WINDOWS = 3
@@ -40,8 +41,9 @@ POOL = {"memory_pool_size": 1 << 24}
 
 
 @pytest.mark.slow
-async def test_two_connectors_with_a_thousand_gets_parked_are_woken_for_heartbeats_only() -> None:
-    sender, receiver, coldness = await measure_both(heartbeat=5.0, seconds=10.0, windows=WINDOWS)
+def test_two_connectors_with_a_thousand_gets_parked_are_woken_for_heartbeats_only() -> None:
+    measure = partial(measure_both, heartbeat=5.0, seconds=10.0, windows=WINDOWS)
+    sender, receiver, coldness = trio.run(measure)  # not by pytest-trio, which drops the reason of a skip
     assert max(sender.wake_ups, receiver.wake_ups) <= WAKE_UPS
     used = max(sender.seconds, receiver.seconds)
     if used >= LIMIT and coldness > COLD:

@@ -14,6 +14,7 @@ import trio
 import zmq
 from plain_zmq import READY_SENDER, Lateness, memory, open_plain, shake_hands
 from rig import LIMIT, wait_until
+from trio.testing import MockClock
 
 from trio_mori import NotReady, open_connector
 from trio_mori import _zmq_flood as flood
@@ -566,6 +567,32 @@ async def test_a_message_of_too_many_parts_has_its_connection_cut_off_and_not_on
         bench.look()
         assert bench.is_cut()
         assert bench.sluice.cut == 1
+
+
+@deterministic
+async def test_the_longer_nobody_speaks_the_rarer_all_are_looked_at(autojump_clock: MockClock) -> None:
+    with open_bench() as bench:
+        looks: list[float] = []
+
+        def look() -> bool:
+            looks.append(trio.current_time())
+            return Sluice._look(bench.sluice)
+
+        bench.sluice._look = look  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bench.sluice.watch_forever, lambda: None)
+            await trio.sleep(121)
+            assert looks == [5, 15, 35, 75, 115]
+            near, far = bench.connect()
+            with near, far:
+                await trio.sleep(16)
+                assert looks[5:] == [126, 136]  # one that has come just now is not left alone for so long
+                bench.far.sendall(b"unseen")
+                bench.near.recv(6)
+                looks.clear()
+                await trio.sleep(25)
+                assert [each for each in looks if each > 137] == pytest.approx([156, 156.05, 161.05], abs=0.01)
+            nursery.cancel_scope.cancel()
 
 
 @deterministic

@@ -208,7 +208,7 @@ class ConnectorConfig:
     heartbeat_interval: float = _key(
         _SECONDS,
         5.0,
-        "How often an established session says that it lives: six times within peer_timeout, and hardly any load.",
+        "How often an established session says that it lives: six times within peer_timeout, three if nothing happens.",
     )
     acknowledge_timeout: float = _key(
         _SECONDS,

@@ -33,8 +33,10 @@ PAUSE = 0.05
 # Seconds more for each of them: with thousands, looking takes no more than a twentieth of the time.
 PAUSE_EACH = 0.0002
 
-# Seconds between two looks at all of them, for what libzmq has read so fast that it was never seen to be there.
-LONGEST_PAUSE = 5.0
+# Seconds until all of them are looked at, for what libzmq has read so fast that it was never seen to be there. Twice as
+# many after each such look at which none had read anything: nobody says much for long, and is never seen to.
+LONG_PAUSE = 5.0
+LONGEST_PAUSE = 40.0
 
 _CONNECTED = int(zmq.EVENT_CONNECTED)
 _ACCEPTED = int(zmq.EVENT_ACCEPTED)
@@ -82,8 +84,8 @@ class Sluice:
     come from as long as a connection is in doubt: once for each look at it, and while one rests that has sent
     something and no message.
 
-    Idle connections cost a look each in `LONGEST_PAUSE`: an epoll of our own tells that bytes have come, once, and
-    otherwise only those are looked at until no more come. The descriptors that it and the looks name are libzmq's,
+    Idle connections cost a look in `LONGEST_PAUSE` each: an epoll of our own tells that bytes have come, once, and from
+    then on only those are looked at until no more come. The descriptors that it and the looks name are libzmq's,
     which may have closed one, and the system have given its number to something else: what is looked at is a copy, and
     only if it has the cookie.
 
@@ -107,6 +109,8 @@ class Sluice:
         self._address = address
         self._connections: dict[int, _Connection] = {}
         self._moving: set[int] = set()
+        self._pause = LONG_PAUSE
+        self._nap: trio.CancelScope | None = None
         self._poll = poll
         self._copy = copy
         self._arrived = trio.Event()
@@ -124,6 +128,7 @@ class Sluice:
                 self._transport.doubted.add(descriptor)
                 self._poll.register(descriptor, _ONCE)
                 self._arrived.set()
+                self._shorten()
 
     def is_alone(self, descriptor: int) -> bool:
         """Whether a connection has no other end; if so, it frees its port as soon as it is closed.
@@ -153,14 +158,28 @@ class Sluice:
                 await self._arrived.wait()
             if self._moving:
                 await trio.sleep(PAUSE + PAUSE_EACH * len(self._moving))
-            else:
-                with trio.move_on_after(LONGEST_PAUSE) as scope:
-                    await trio.lowlevel.wait_readable(self._poll)
-                if scope.cancelled_caught:
-                    self._moving.update(self._connections)
+            elif not await self._is_any_moving():
+                self._moving.update(self._connections)
             self._moving.update(self._connections.keys() & {descriptor for descriptor, _ in self._poll.poll(0)})
             if self._look():
                 wake()
+            if self._moving:
+                self._shorten()
+
+    async def _is_any_moving(self) -> bool:
+        """Wait until bytes come. False if none were seen for so long that all are to be looked at."""
+        with trio.move_on_after(self._pause) as self._nap:
+            await trio.lowlevel.wait_readable(self._poll)
+        is_over, self._nap = self._nap.cancelled_caught, None
+        if is_over:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return not is_over
+
+    def _shorten(self) -> None:
+        """Let all be looked at soon, as somebody has begun to speak."""
+        self._pause = LONG_PAUSE
+        if self._nap is not None:
+            self._nap.deadline = min(self._nap.deadline, trio.current_time() + LONG_PAUSE)
 
     def _forget(self, descriptor: int) -> None:
         self._connections.pop(descriptor, None)

@@ -146,6 +146,8 @@ class Channel:
         said: Number of the last one that was said.
         answered: The highest number of one that was answered.
         is_steady: Nothing that a heartbeat lists has changed since the last one was said, and nothing was said.
+        owes: The last full heartbeat listed payloads that are here, and not acknowledged or not given back.
+        repeats: The last heartbeat said what one before it had said, and the sender had answered.
     """
 
     token: bytes
@@ -164,6 +166,13 @@ class Channel:
     said: int = 0
     answered: int = 0
     is_steady: bool = False
+    owes: bool = False
+    repeats: bool = False
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is lost if the next heartbeat comes later: all is said and heard, and nothing is owed."""
+        return self.up and self.is_steady and self.repeats and not self.owes
 
 
 # What the memory of an interest is held for.

@@ -122,24 +122,20 @@ class Senders:
         thousand interests take milliseconds to be touched.
         """
         channel.sequence += 1
+        channel.repeats = False
         if not channel.up:
             return
         base, channel.said = channel.said, channel.sequence
         if channel.is_steady and channel.answered == base:
             self._asking.say(channel, wire.Still(channel.sequence, base))
-            channel.is_steady = True
+            channel.is_steady = channel.repeats = True
             return
         lists: dict[State, list[int]] = {state: [] for state in State}
         for interest in channel.interests.values():
             lists[interest.state].append(interest.id)
+        open_, unacknowledged = lists[State.POSTED] + lists[State.OFFERED], lists[State.ARRIVED] + lists[State.TAKEN]
+        returning = lists[State.RETURNING]
         self._asking.say(
-            channel,
-            wire.Heartbeat(
-                channel.sequence,
-                channel.next_id - 1,
-                lists[State.POSTED] + lists[State.OFFERED],
-                lists[State.ARRIVED] + lists[State.TAKEN],
-                lists[State.RETURNING],
-            ),
+            channel, wire.Heartbeat(channel.sequence, channel.next_id - 1, open_, unacknowledged, returning)
         )
-        channel.is_steady = True
+        channel.is_steady, channel.owes = True, bool(unacknowledged or returning)
