@@ -116,7 +116,7 @@ async def open_connector(
                 payload_types=types,
                 keys=keys,
             )
-            nursery.start_soon(receiver.beat)
+            nursery.start_soon(receiver.heartbeat.go_on)
             sender = None
             if port is not None:
                 sender = Sender(

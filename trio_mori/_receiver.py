@@ -28,6 +28,7 @@ from ._errors import (
     TrioMoriError,
 )
 from ._gpu import current_stream, mark, wait_over, working_on
+from ._heartbeat import Heartbeat
 from ._keys import Keys
 from ._lease import Lease
 from ._link import QueuedLink
@@ -58,12 +59,9 @@ INLINE_GPU = 256 << 20
 # How long a close waits for senders to say that they have read everything. They answer within a round trip.
 FAREWELL = 0.25
 
-# Heartbeats within the shortest time-out from which on every second one may be left out: two are still heard in it.
-ENOUGH_HEARTBEATS = 4
-
 
 class Receiver:
-    """Runs in the nursery of its connector, which starts `beat` once; senders are dialled as they are named."""
+    """Runs in the nursery of its connector, which has `heartbeat` go on; senders are dialled as they are named."""
 
     def __init__(
         self,
@@ -92,14 +90,13 @@ class Receiver:
         self.payload_types = payload_types
         self._device = None if config.payload_device == "pool" else torch.device(config.payload_device)
         self.keys = keys
+        self.heartbeat = Heartbeat(config, beat=self._beat, is_at_rest=self._is_at_rest)
         self.cut_off = 0  # connections to senders, for messages without an end
         self._quarantine = QuarantineWatch(self._name_of)
         self._closing = False
         self._placing = False
         self._spinning = False
         self._settled = trio.Event()
-        self._first_upstream = trio.Event()
-        self._rest: trio.CancelScope | None = None  # while the next heartbeat is left out
         self._copied: list[Interest] = []  # their calls have returned, and their senders are yet to be told
         self._led: list[QueuedLink] = []  # whose messages a call has read that has returned
         self._afterwork = Afterwork(self._do_afterwork)
@@ -508,8 +505,8 @@ class Receiver:
         """Carry out what the book decided: wake callers, send messages."""
         if self.book.hungry.waiting:
             self.book.find_room()
-        if self._rest is not None and not self._may_rest():
-            self._end_rest()
+        if self.heartbeat.rests:
+            self.heartbeat.note()
         if self.book.waking:
             waking, self.book.waking = self.book.waking, []
             for interest in waking:
@@ -534,9 +531,9 @@ class Receiver:
             upstream = Upstream(endpoint, self.book.open_channel(os.urandom(16)), self)
             self.upstreams[endpoint] = upstream.channel.handle = upstream
             self.nursery.start_soon(upstream.talk)
-            self._end_rest()
-            if not self._first_upstream.is_set():
-                self._first_upstream.set()
+            self.heartbeat.note()
+            if len(self.upstreams) == 1:
+                self.heartbeat.begin()
                 self.nursery.start_soon(self._afterwork.do_forever)
         return upstream
 
@@ -572,40 +569,15 @@ class Receiver:
             note_cut_off=self.note_cut_off,
         )
 
-    async def beat(self) -> None:
-        """The coarse heartbeat, as soon as there is somebody to say it to.
+    def _beat(self, late: float) -> None:
+        for upstream in self.upstreams.values():
+            upstream.beat(trio.current_time(), late)
+        # Not what was cancelled a moment ago: its sender answers in a round trip.
+        self._quarantine.tell(self.book.doubts(), trio.current_time(), after=self.config.heartbeat_interval / 2)
+        self.flush()
 
-        Every second one is left out while nothing happens: in a process that has slept for seconds, to be woken costs
-        milliseconds.
-        """
-        await self._first_upstream.wait()
-        interval = self.config.heartbeat_interval
-        while True:
-            rests = self._may_rest()
-            due = trio.current_time() + (2 if rests else 1) * interval
-            with trio.CancelScope(deadline=due) as nap:
-                self._rest = nap if rests else None
-                await trio.sleep_forever()
-            self._rest = None
-            late = trio.current_time() - nap.deadline
-            for upstream in self.upstreams.values():
-                upstream.beat(trio.current_time(), late)
-            # Not what was cancelled a moment ago: its sender answers in a round trip.
-            self._quarantine.tell(self.book.doubts(), trio.current_time(), after=interval / 2)
-            self.flush()
-
-    def _may_rest(self) -> bool:
-        """Whether the next heartbeat may be left out."""
-        shortest = min(self.config.peer_timeout, self.config.acknowledge_timeout)
-        if ENOUGH_HEARTBEATS * self.config.heartbeat_interval > shortest:
-            return False
+    def _is_at_rest(self) -> bool:
         return all(upstream.channel.is_at_rest for upstream in self.upstreams.values())
-
-    def _end_rest(self) -> None:
-        """Something happened: the next heartbeat comes within one interval."""
-        nap, self._rest = self._rest, None
-        if nap is not None:
-            nap.deadline = min(nap.deadline, trio.current_time() + self.config.heartbeat_interval)
 
     # --- closing ------------------------------------------------------------------------------------------
 
