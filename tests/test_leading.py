@@ -88,6 +88,22 @@ async def test_whoever_waits_still_has_its_payload_when_the_one_that_led_was_can
 
 
 @LINKS
+async def test_a_get_that_comes_long_after_the_last_message_leaves_the_link_to_the_task_that_waits(
+    link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_met(link) as pair, trio.open_nursery() as nursery:
+        [upstream] = pair.receiver._receiver.upstreams.values()
+        links = upstream._links
+        await wait_until(lambda: links.current is not None and links.current.is_watched)
+        monkeypatch.setattr("trio_mori._upstream.QUIET", -1.0)
+        outcome = await pair.get_later(nursery, "a")
+        assert not leading(pair)
+        await pair.put("a", filled(9))
+        assert await outcome.wait() is not None
+        await pair.assert_whole()
+
+
+@LINKS
 async def test_a_get_that_leads_is_told_that_nothing_comes(link: str) -> None:
     async with open_met(link) as pair, trio.open_nursery() as nursery:
         outcome = await lead(pair, nursery, "a")
@@ -230,3 +246,24 @@ async def test_a_key_interrupt_does_not_come_before_the_link_is_to_be_handed_ove
         await pair.put("a", filled(9))
         await outcome.wait()
     assert protected == [True]
+
+
+@LINKS
+async def test_what_fails_in_a_get_that_leads_ends_the_connector_as_it_would_elsewhere(
+    link: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[Outcome] = []
+
+    async def fail() -> None:
+        async with open_met(link) as pair, trio.open_nursery() as nursery:
+            outcomes.append(await lead(pair, nursery, "a"))
+            [upstream] = pair.receiver._receiver.upstreams.values()
+            # Once: else what the sender says on the other link as this one breaks might fail, too.
+            monkeypatch.setattr(upstream, "on_arrival", lambda event: monkeypatch.undo() or 1 // 0)
+            await pair.put("a", filled(9))
+            await trio.sleep_forever()
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    [outcome] = outcomes
+    assert not isinstance(outcome.error, ZeroDivisionError)

@@ -111,6 +111,7 @@ class QueuedLink(Link):
         self._is_led = False  # and that is not the task in `receive`
         self._woken = True
         self._closed = False
+        self._failure: Exception | None = None
         self._flushed_at = -inf
         self._counts = LinkStatistics()
 
@@ -129,6 +130,8 @@ class QueuedLink(Link):
         while True:
             if self._closed:
                 raise self._closed_error()
+            if self._failure is not None:
+                raise self._failure
             if waited or not self._has_input():
                 batch = self._take()
                 if batch:
@@ -168,8 +171,9 @@ class QueuedLink(Link):
             return []
         return self._read(self._transport, MAX_BATCH)
 
-    def hand_over(self) -> None:
-        """Have the task in `receive` wait again, if no other one does."""
+    def hand_over(self, failure: Exception | None = None) -> None:
+        """Have the task in `receive` wait again, if no other one does; or raise what the one that leads failed with."""
+        self._failure = failure
         if self._watched is None:
             self._is_led = False
             self._receiver.unpark_all()

@@ -187,9 +187,13 @@ class SenderLinks:
                     await link.wait_input()
                 finally:
                     awaited.waiter = None
-                for event in link.take_nowait():
-                    self._talker.on_arrival(event)
-                self._flush()
+                try:
+                    for event in link.take_nowait():
+                        self._talker.on_arrival(event)
+                    self._flush()
+                except Exception as error:  # noqa: BLE001 - it is raised by the task that listens, as if that had read it
+                    link.hand_over(error)
+                    return None
             else:
                 return led
         except BaseException:
