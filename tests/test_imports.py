@@ -39,6 +39,7 @@ LAYERS = (
             "_process_watch",
             "_sender_links",
             "_afterwork",
+            "_heartbeat",
         ),
     ),
     ("_stock", "_statistics", "_stock_reception", "_chunks"),
