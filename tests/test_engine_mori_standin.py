@@ -385,8 +385,9 @@ async def test_writes_that_wait_for_a_connection_fail_with_it_and_later_ones_try
 
     def post(outlet: Outlet, remote: MemoryDesc, write: Write) -> object:
         nonlocal tries
-        tries += 1
-        assert tried.wait(10)
+        if cast(Any, outlet.engine)._fabric is fabric:  # not a thread that an abandoned engine has left behind
+            tries += 1
+            assert tried.wait(10)
         return posted(outlet, remote, write)
 
     tries, tried, posted = 0, threading.Event(), Outlet.post
